@@ -22,8 +22,11 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from torchvision_operators import declare_operators
 
 import intaglio
+
+declare_operators()  # transformers imports torchvision if it is installed
 
 SIZES = {
     "qwen25_05b": (transformers.Qwen2Config, 896, 4864, 14, 2),

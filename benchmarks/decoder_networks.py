@@ -8,6 +8,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision_operators import declare_operators
+
+declare_operators()  # transformers imports torchvision if it is installed
 
 PAST, NEW = 512, 64
 """Tokens of the text, and the most tokens that follow it."""

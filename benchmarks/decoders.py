@@ -27,8 +27,11 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
+from torchvision_operators import declare_operators
 
 import intaglio
+
+declare_operators()  # transformers imports torchvision if it is installed
 
 LENGTH = 128
 """Bytes of a sample."""

@@ -23,7 +23,7 @@ enum { SIZE = 1 << 16 };
 static uint8_t a[SIZE], residual[SIZE], rests[SIZE], out[2][SIZE], remainders[2][SIZE];
 static int8_t b[SIZE];
 static int32_t bias[16];
-static float factor[16], residual_factor[16];
+static float factor[16], residual_factor[16], row_scale[32], row_bias[16];
 
 static int differs(const Pair& pair, int rows) {
     struct Limits limits = {};
@@ -35,7 +35,9 @@ static int differs(const Pair& pair, int rows) {
         bias[i] = int32_t(draw(200000)) - 100000;
         factor[i] = float(1 + draw(1000)) * 1e-6f * (draw(8) ? 1.0f : 1e12f);
         residual_factor[i] = float(1 + draw(1000)) * 1e-3f;
+        row_bias[i] = float(draw(1000)) - 500.0f;
     }
+    for (float& scale : row_scale) scale = float(1 + draw(1000)) * 1e-3f;
     const int wide = strstr(pair.name, "_rest") != 0;
     limits.zero_point = int32_t(draw(wide ? 65026 : 256)), limits.other_zero_point = int32_t(draw(256));
     limits.low = int32_t(draw(100)), limits.high = (wide ? 65025 : 255) - int32_t(draw(100));
@@ -48,7 +50,8 @@ static int differs(const Pair& pair, int rows) {
     for (int side = 0; side < 2; ++side) {
         struct Tile own = tile;
         own.a = a, own.b = b, own.out = out[side], own.residual = residual, own.remainder = remainders[side];
-        own.residual_remainder = rests, own.count = 1 + (tile.mask & 1) * 2;
+        own.residual_remainder = rests, own.row_scale = row_scale, own.row_bias = row_bias;
+        own.count = 1 + (tile.mask & 1) * 2;
         (side ? pair.expected : pair.found)[rows](&own);
         if (own.count) return 1;
     }

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from intaglio.kernels import ISAS, KernelFamily, TileSpec
+from intaglio.kernels.tile_spec import PACKED_RESULTS
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.toolchain import COMPILE_FLAGS
 from intaglio.native.units import HEADER_FOLDER
@@ -65,7 +66,8 @@ def test_all_kernels_have_the_bits_of_plain_cpp(isa, tmp_path):
     assert set(tables) == set(families("portable", heights))
     objects = [compiled(text_of(one, list(tables.values())), one, one, tmp_path) for one in (isa, "portable")]
     lines = [f"KERNEL_TABLE(TileKernel, {one}_{name});" for one in (isa, "portable") for name in tables]
-    rows = [f'{{"{name}", {isa}_{name}, portable_{name}, {heights}, {4 if "f32" in name else 1}}},' for name in tables]
+    items = {name: 1 if family.kernels[-1].result in PACKED_RESULTS else 4 for name, family in tables.items()}
+    rows = [f'{{"{name}", {isa}_{name}, portable_{name}, {heights}, {items[name]}}},' for name in tables]
     (tmp_path / "pairs.h").write_text("\n".join([*lines, "static const Pair pairs[] = {", *rows, "};\n"]))
     objects.append(compiled(DRIVER.read_text(), "driver", "portable", tmp_path))
     program = tmp_path / "compare"

@@ -88,11 +88,6 @@ EXPORT void rows(const float* from, const int64_t* strides, int64_t images, int6
     const struct Image out = image(to, images, height, width, pixel, 0, 0);
     for (int thread = 0; thread < threads; ++thread) quantize_rows(from, strides, &out, scales, alike, thread, threads);
 }
-EXPORT void back(float* at, int64_t rows, int64_t stride, int64_t channel, int64_t channels, const float* scales,
-                 const float* columns, const float* bias) {
-    const struct ByRow by = {dequantize_rows, scales, columns, bias, 0};
-    dequantize_rows(&by, at, stride, 0, rows, channel, channels);
-}
 """
 
 
@@ -140,21 +135,6 @@ def test_the_comparison_detects_a_difference_of_one(twin):
     q_values, _ = in_c(twin, x, "token", 1)
     x[1, 1, 1, 32] *= np.float32(-1.02)
     assert not np.array_equal(q_values, quantize_dynamic(x, "token")[0])
-
-
-@given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 9), st.integers(0, 2**32 - 1))
-def test_accumulators_are_scaled_by_row_then_by_column_then_biased(twin, rows, channels, channel, seed):
-    draw = np.random.default_rng(seed)
-    acc = draw.integers(-(2**28), 2**28, (rows, channels)).astype(np.int32)
-    scales = rows_of((rows, 1), seed)
-    columns, bias = draw.normal(size=(2, channel + channels)).astype(np.float32)
-    found = np.full((rows, channels + 3), 7, np.float32)
-    found[:, :channels] = acc
-    sizes = map(ctypes.c_int64, (rows, channels + 3, channel, channels))
-    twin.back(pointer(found), *sizes, pointer(scales), pointer(columns), pointer(bias))
-    assert (found[:, channels:] == 7).all()
-    expected = numerics.dequantize_rows(acc, scales, columns[channel:], bias[channel:])
-    assert np.array_equal(found[:, :channels], expected, equal_nan=True)
 
 
 # ---- programs

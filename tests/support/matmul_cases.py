@@ -12,7 +12,7 @@ from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.kernels import ISAS, TileSpec
-from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, PACKED_RESULTS
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, PACKED_RESULTS, RESULTS
 from intaglio.ops import OPS
 from support.matmul_library import HAS_VBMI, SLACK, Image, Memory, kernels
 
@@ -363,7 +363,7 @@ def cases(draw, isa: str, results: tuple[str, ...] | None = None) -> Case:
     if groups > 1 and draw(st.booleans()):
         per_group, per_group_out = 1, 1
     blocks = draw(st.sampled_from(sorted(ISAS[isa].max_tile_rows)))
-    result = draw(st.sampled_from(results or ISAS[isa].results))
+    result = draw(st.sampled_from(results or RESULTS))
     looks_up = ["kernel"] * (HAS_VBMI and bool(ISAS[isa].lookup_condition))
     table = draw(st.sampled_from(["none", "none", "after", *looks_up])) if result == "u8" else "none"
     level = st.sampled_from([0, 255, *range(1, 255)])

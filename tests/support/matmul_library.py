@@ -16,7 +16,7 @@ import pytest
 from intaglio.kernels import ISAS, TileSpec
 from intaglio.kernels.depthwise_spec import depthwise_checks
 from intaglio.kernels.kernel_units import kernel_units
-from intaglio.kernels.tile_spec import layout_checks
+from intaglio.kernels.tile_spec import RESULTS, layout_checks
 from intaglio.native import cpu as machine
 from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
@@ -174,7 +174,7 @@ class Kernels:
 def int4_specs(isa: str) -> list[TileSpec]:
     """Kernels for 4-bit weights, one for every result: they share the epilogues of the kernels for int8 weights."""
     sizes = [(rows, blocks) for blocks, most in ISAS[isa].int4_tile_rows.items() for rows in range(1, most + 1)]
-    return [TileSpec(*size, result, int4=True) for size in sizes for result in ISAS[isa].results]
+    return [TileSpec(*size, result, int4=True) for size in sizes for result in RESULTS]
 
 
 @cache

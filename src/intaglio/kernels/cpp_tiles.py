@@ -15,7 +15,7 @@ def cpp_kernel(spec: TileSpec, products: str, prefix: str = "finish", before: st
         prefix: prefix of the functions that store the results of these sums.
         before: statements in front of the loop over tiles.
     """
-    kinds = {"u8": [spec.remainder], "add": [spec.remainder, spec.residual_remainder], "f32": []}[spec.result]
+    kinds = {"u8": [spec.remainder], "add": [spec.remainder, spec.residual_remainder]}.get(spec.result, [])
     numbers = ", ".join(str(int(number)) for number in (spec.rows, *kinds))
     body = f"{products}; {prefix}_{spec.result}(t, acc, {numbers}); next_tile(t, {spec.rows});"
     return f"static void {spec.name}(struct Tile* t) {{ {before}for (; t->count; --t->count) {{ {body} }} }}\n"

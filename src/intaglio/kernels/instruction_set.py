@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from intaglio.kernels.depthwise_spec import DepthwiseSpec
-from intaglio.kernels.tile_spec import RESULTS, TileSpec
+from intaglio.kernels.tile_spec import TileSpec
 
 LARGEST_SIZE = 1 << 40
 """Largest threshold or size in a schedule."""
@@ -65,7 +65,6 @@ class Isa:
         fast_tile_rows: Number of tile rows, for each number of blocks, that take the least time for each row with
             weights in the first-level cache; empty where these are the maximum.
         row_taps: Taps of a row that kernels can compute together (`joins_row_taps`); 1 without such kernels.
-        scales_rows: Kernels dequantize with scales of rows; otherwise that is done behind them.
     """
 
     name: str
@@ -81,12 +80,6 @@ class Isa:
     split_channels_below: int = LARGEST_SIZE
     fast_tile_rows: Mapping[int, int] = field(default_factory=dict)
     row_taps: int = 1
-    scales_rows: bool = False
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """Return the results of its GEMM kernels."""
-        return tuple(result for result in RESULTS if result != "rows" or self.scales_rows)
 
     @property
     def blocks(self) -> int:
@@ -128,8 +121,7 @@ class Isa:
     def _specs_of(self, rows: int, blocks: int) -> Iterator[TileSpec]:
         """Yield the parameters of the kernels of a size that compute one tap after the other."""
         yield TileSpec(rows, blocks, "f32")
-        if self.scales_rows:
-            yield TileSpec(rows, blocks, "rows")
+        yield TileSpec(rows, blocks, "rows")
         saturating = (False, True)[: 1 + self.packs]
         for saturates, clamps_float, remainder in product(saturating, (False, True), (False, True)):
             plain = TileSpec(rows, blocks, "u8", saturates, clamps_float, remainder=remainder)

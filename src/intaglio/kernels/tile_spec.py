@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 RESULTS = ("u8", "add", "f32", "rows")
 """Epilogues: requantize; add a residual operand and requantize; dequantize to float, with scales of channels or with
-those of rows and channels and a bias (`numerics.dequantize_rows`). Not all instruction sets have the last."""
+those of rows and channels and a bias (`numerics.dequantize_rows`)."""
 PACKED_RESULTS = ("u8", "add")
 """Results that are packed to bytes."""
 

@@ -144,7 +144,7 @@ def _multiply_groups(code: Code, partition: Partition, context: Context, plan: P
     count, columns = weights_of(partition.anchor, context.graph), plan.columns.size
     factors = columns if result == "rows" or op_def(partition.tail[0]).tail is Tail.DEQUANTIZE else 0
     code(f"const struct RowGroups groups = {{(const int64_t*){at}, {context.dim(step)}, {count},")
-    code(f"    {4 * plan.run * columns}, {columns}, {factors}, {plan.outputs}}};")
+    code(f"    {4 * plan.run * columns}, {columns}, {factors}}};")
     code("matmul_groups(&m, &groups, thread, threads);")
 
 
@@ -221,24 +221,8 @@ def _pack_each(values: np.ndarray, plan: PanelPacking, count: int) -> np.ndarray
     return np.concatenate([pack_columns(part, plan) for part in parts])
 
 
-def rows_tail(tail: Op, context: Context) -> str:
-    """Return the `struct ByRow` of a tail that dequantizes with per-token scales."""
-    columns, bias = (context.graph.constants[name] for name in tail.inputs[2:4])
-    parts = (np.broadcast_to(columns, bias.shape), bias)
-    constants = ", ".join(
-        context.constant(np.ascontiguousarray(part), "float", label)
-        for part, label in zip(parts, ("scales", "row_bias"), strict=True)
-    )
-    context.include("sequences/rows.h")
-    return f"(struct ByRow){{dequantize_rows, (const float*){context.strided(tail.inputs[1])[0]}, {constants}, 0}}"
-
-
-def _row_scales(code: Code, tail: Op, context: Context, plan: PanelPacking, count: int, *, in_kernel: bool) -> None:
+def _row_scales(code: Code, tail: Op, context: Context, plan: PanelPacking, count: int) -> None:
     """Print the scales of rows and channels and the bias of a tail that dequantizes with per-token scales."""
-    if not in_kernel:
-        code(f"m.by_row = {rows_tail(tail, context)};")
-        code(f"m.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), 'float', 'factor')};")
-        return
     columns, bias = (context.graph.constants[name] for name in tail.inputs[2:4])
     for field, values in (("factor", np.broadcast_to(columns, bias.shape)), ("row_bias", bias)):
         packed = _pack_each(np.ascontiguousarray(values), plan, count)
@@ -327,7 +311,7 @@ def _operands(
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     if op_def(tail).tail is Tail.DEQUANTIZE_ROWS:
-        _row_scales(code, tail, context, plan, count, in_kernel=kernel.tile.result == "rows")
+        _row_scales(code, tail, context, plan, count)
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     factors = [graph.constants[name] for name in tail.inputs if name in graph.constants]

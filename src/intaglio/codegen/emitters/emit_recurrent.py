@@ -92,12 +92,13 @@ def _product(
     """
     outputs, inputs = weight.shape
     plan, rows = packing(outputs, inputs, 1, 1, 1, schedule.tile_columns, packed=False), schedule.tile_rows
-    last = TileSpec(rows, plan.last_blocks, "f32")
-    full = TileSpec(rows, plan.blocks, "f32") if plan.panels > 1 else last
+    last = TileSpec(rows, plan.last_blocks, "rows")
+    full = TileSpec(rows, plan.blocks, "rows") if plan.panels > 1 else last
     label = name.replace("[", "_").replace("]", "")
     start = -zero * weight.astype(np.int64).sum(1)
     scales, row_bias = (
-        context.constant(part, "float", f"{label}_{what}") for part, what in ((columns, "scales"), (bias, "row_bias"))
+        context.constant(pack_columns(part, plan), "float", f"{label}_{what}")
+        for part, what in ((columns, "scales"), (bias, "row_bias"))
     )
     packed = pack_weights(weight.reshape(outputs, inputs, 1, 1), plan, 1)
     code(f"""
@@ -107,8 +108,7 @@ def _product(
         {name}.panel_bytes = {plan.run * 64 * plan.blocks};
         {name}.tile.b = {context.constant(packed, "int8_t", f"{label}_weights")};
         {name}.tile.bias = {context.constant(pack_columns(start.astype(np.int32), plan), "int32_t", f"{label}_bias")};
-        {name}.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), "float", f"{label}_factor")};
-        {name}.by_row = (struct ByRow){{dequantize_rows, 0, {scales}, {row_bias}, 0}};
+        {name}.tile.factor = {scales}, {name}.tile.row_bias = {row_bias};
         {name}.kernels = {context.tiles(full)}, {name}.last_kernels = {context.tiles(last)};
         {name}.mask = {plan.mask:#x}, {name}.last_mask = {plan.last_mask:#x};
         {name}.split_channels_below = {schedule.split_channels_below}, {name}.chunk_bytes = {schedule.chunk_bytes};

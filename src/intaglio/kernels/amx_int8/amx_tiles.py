@@ -174,6 +174,7 @@ class _AmxFunction:
         pointers = {"out": "rdx", **({"residual": "rcx"} if self.spec.result == "add" else {})}
         pointers |= {"remainder": "rsi"} if self.spec.remainder else {}
         pointers |= {"residual_remainder": "rbx"} if self.spec.residual_remainder else {}
+        pointers |= {"row_scale": "rcx"} if self.spec.result == "rows" else {}
         lines = [f"mov %{register},{field(name)}" for name, register in pointers.items()] + [
             f"movq $0,{field('count')}"
         ]

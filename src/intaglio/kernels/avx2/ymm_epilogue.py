@@ -1,7 +1,8 @@
 """Epilogues of GEMM microkernels in 256-bit registers: scale, add a residual operand, round, pack and store.
 
 Registers: rax limits, r8 factors, rdx result, rcx residual operand, r9 its factors, rsi, rbx their remainders, r10
-channels to write; ymm0 scratch, ymm1 zero point of the residual operand, ymm2-3 bounds. All others may hold sums.
+channels to write; with scales of rows, rcx these and r9 the bias. ymm0 scratch, ymm1 zero point of the residual
+operand, ymm2-3 bounds. All others may hold sums.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from intaglio.kernels.assembly import REMAINDER_CONSTANTS, field, limit, split
-from intaglio.kernels.tile_spec import TileSpec
+from intaglio.kernels.tile_spec import PACKED_RESULTS, TileSpec
 
 SCRATCH, OTHER_ZERO, LOW_HALF, HIGH_HALF = (f"%ymm{i}" for i in range(4))
 Pair = tuple[str, str]
@@ -48,6 +49,8 @@ def epilogue(spec: TileSpec, pixels: Sequence[Pair], waiting: Pair | None = None
     if add:
         lines += [f"mov {field('residual')},%rcx", f"mov {field('residual_factor')},%r9"]
         lines += [f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}"] * (not spec.residual_remainder)
+    if spec.result == "rows":
+        lines += [f"mov {field('row_scale')},%rcx", f"mov {field('row_bias')},%r9"]
     lines += [f"mov {field('remainder')},%rsi"] * spec.remainder
     lines += [f"mov {field('residual_remainder')},%rbx"] * spec.residual_remainder
     if spec.clamps_float:
@@ -55,7 +58,7 @@ def epilogue(spec: TileSpec, pixels: Sequence[Pair], waiting: Pair | None = None
             f"vbroadcastss {limit('convertible_low')},{LOW_HALF}",
             f"vbroadcastss {limit('convertible_high')},{HIGH_HALF}",
         ]
-    together = 1 if spec.result == "f32" or spec.remainder else 2
+    together = 2 if spec.result in PACKED_RESULTS and not spec.remainder else 1
     for first in range(0, len(pixels), together):
         lines += _finished(spec, pixels[first : first + together])
     if waiting is not None:
@@ -68,10 +71,13 @@ def _finished(spec: TileSpec, pixels: Sequence[Pair]) -> list[str]:
     """Return the lines that finish one pixel, or two whose results are quantized values."""
     lines = []
     for low, high in pixels:
+        if spec.result == "rows":
+            lines += [*_row_scaled(low, 0), *_row_scaled(high, 1), "add $4,%rcx"]
+            continue
         lines += [*_scaled(spec, low, 0), *_scaled(spec, high, 1)]
         lines += [f"add {field('residual_pixel')},%rcx"] * (spec.result == "add")
         lines += [f"add {field('residual_remainder_pixel')},%rbx"] * spec.residual_remainder
-    if spec.result == "f32":
+    if spec.result not in PACKED_RESULTS:
         lines += _floats(*pixels[0])
     elif spec.remainder:
         lines += [*_remainders(spec, *pixels[0]), f"add {field('remainder_pixel')},%rsi"]
@@ -109,6 +115,12 @@ def _scaled(spec: TileSpec, sums: str, half: int) -> list[str]:
     if spec.clamps_float:
         lines += [f"vmaxps {LOW_HALF},{sums},{sums}", f"vminps {HIGH_HALF},{sums},{sums}"]
     return lines
+
+
+def _row_scaled(sums: str, half: int) -> list[str]:
+    """Return the lines for (float32(acc) * scale of the row) * scale of the channel + bias."""
+    lines = [f"vcvtdq2ps {sums},{sums}", f"vbroadcastss (%rcx),{SCRATCH}", f"vmulps {SCRATCH},{sums},{sums}"]
+    return [*lines, f"vmulps {32 * half}(%r8),{sums},{sums}", f"vaddps {32 * half}(%r9),{sums},{sums}"]
 
 
 def _words(spec: TileSpec, low: str, high: str) -> list[str]:

@@ -354,5 +354,4 @@ AVX512VNNI = Isa(
     int4_tile_rows=INT4_TILE_ROWS,
     split_channels_below=64,
     row_taps=len(TAP_WEIGHTS),
-    scales_rows=True,
 )

@@ -23,15 +23,6 @@ struct ResultTable {
     const uint8_t* entries;
 };
 
-// Per-token dequantization: float32(acc) * scale of the row * scale of the column + bias. `alike`: the first scale is
-// that of all rows. `dequantize` is dequantize_rows of sequences/rows.h, or null if scales are those of channels only.
-struct ByRow {
-    void (*dequantize)(const struct ByRow* r, float* at, int64_t stride, int64_t row, int64_t rows, int64_t channel,
-                       int64_t channels);
-    const float *scales, *columns, *bias;
-    int64_t alike;
-};
-
 // A fused loop over the results, float32 or quantized, while they are in the L1 cache. `take` reads `channels` channels
 // from number `channel` on, of `pixels` pixels from number `pixel` on, counted through all images; in `tile` the pixels
 // are `stride` bytes from each other. `take` has the addresses of its own results.

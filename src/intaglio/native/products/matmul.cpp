@@ -58,7 +58,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
     const int64_t warmed_pixel = activation ? (channels + 15) / 16 * 16 : t.out_pixel;
     const int64_t held = activation || epilogue ? t.out_pixel : channels * m->out_bytes;
     const int32_t warm = (int32_t)(WARM / (m->rows * held)) + 1;
-    const int staged = m->table.look_up || activation || epilogue || m->by_row.dequantize;
+    const int staged = m->table.look_up || activation || epilogue;
     int32_t line = (int32_t)(first / tiles), i = (int32_t)(first % tiles);
     for (int64_t done = first; done < last;) {
         const int64_t n = m->flat ? 0 : line / per_image, y = m->flat ? 0 : line % per_image;
@@ -94,8 +94,6 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
                 if (activation)
                     activation->run(activation, real + l * pixels * t.out_pixel / 4, t.out_pixel / 4, pixels, to,
                                     stride, channels);
-                if (m->by_row.dequantize)
-                    m->by_row.dequantize(&m->by_row, (float*)to, stride / 4, pixel, pixels, channel, channels);
                 if (m->table.look_up) m->table.look_up(to, pixels, stride, channels, m->table.entries);
             }
             if (epilogue) epilogue->take(epilogue->run, warmed, warmed_pixel, pixel, lines * pixels, channel, channels);
@@ -159,7 +157,6 @@ LIBRARY void matmul_groups(const struct Matmul* m, const struct RowGroups* g, in
         matmul(&one, thread, threads);
         one.tile.b += g->weight_bytes, one.tile.bias += g->columns, one.tile.factor += g->factors;
         if (one.tile.row_bias) one.tile.row_bias += g->columns;
-        if (one.by_row.dequantize) one.by_row.columns += g->outputs, one.by_row.bias += g->outputs;
         first = end;
     }
     clear_rows(m, first + shard_begin(rows - first, thread, threads),

@@ -15,7 +15,7 @@ struct Matmul {
     int64_t panels, blocks, panel_bytes, out_bytes;  // `blocks` of a panel; bytes of its weights, and of a result
     const int32_t* first_channel;                    // first input channel of each panel; null if all are 0
     int64_t flat;                    // all output pixels are one line: each one's taps follow those of the pixel before
-    int64_t first_row;               // number of the first output pixel, as `by_row` and `epilogue` count them
+    int64_t first_row;               // number of the first output pixel, as scales of rows and `epilogue` count them
     int64_t rows;                    // height of the tallest tile
     int64_t lines;                   // lines of up to 16 pixels that a tile may have as its parts; 0 without such tiles
     int64_t mask, last_mask;         // bit masks of the channels of a full panel, and of the last one
@@ -25,7 +25,6 @@ struct Matmul {
     int64_t chunk_bytes;             // bytes of input that stay in cache while all panels are multiplied
     struct ResultTable table;        // lookup table of the results; `look_up` may be null
     struct Activation activation;    // activation function of the results; `run` may be null
-    struct ByRow by_row;             // per-token dequantization behind kernels, if `flat`; `dequantize` may be null
     struct Epilogue epilogue;        // `take` may be null; otherwise `out` has sizes, but no memory
 };
 
@@ -36,7 +35,7 @@ LIBRARY void matmul(const struct Matmul* m, int thread, int threads);
 struct RowGroups {
     const int64_t* ends;
     int64_t step, count;
-    int64_t weight_bytes, columns, factors, outputs;  // of each group; `factors` is 0 if all groups have the same ones
+    int64_t weight_bytes, columns, factors;  // of each group; `factors` is 0 if all groups have the same ones
 };
 
 // Compute this thread's part of the products of all groups. An end before that of the group in front of it, or past the

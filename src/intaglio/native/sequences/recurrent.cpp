@@ -119,7 +119,7 @@ static inline void multiply_states(const struct Recurrent* r, const struct Worki
     m.in = image(w->h_quantized + first * r->hidden, count, 1, 1, r->hidden, 0, 0);
     m.out = image((uint8_t*)(w->of_h + first * gates), count, 1, 1, gates * 4, 0, 0);
     m.tile.out_pixel = m.out.pixel, m.tile.a_row = m.in.line;
-    m.by_row.scales = w->h_scales + first;
+    m.tile.row_scale = w->h_scales + first;
     m.tile.setup = w->setup;
     matmul(&m, thread, threads);
 }
@@ -172,14 +172,17 @@ LIBRARY void recurrent(const struct Recurrent* r, struct IntaglioBarrier* barrie
             const int64_t strides[] = {width, 1, 0, 0};
             quantize_rows(w.y, strides, &y, w.y_scales, 1, thread, threads);
             intaglio_barrier_wait(barrier, threads);
+        } else if (r->x_alike) {
+            const int64_t last = shard_begin(rows, thread + 1, threads);
+            for (int64_t row = shard_begin(rows, thread, threads); row < last; ++row) w.y_scales[row] = *r->x_scales;
+            intaglio_barrier_wait(barrier, threads);
         }
         for (int64_t d = 0; d < r->directions; ++d) {
             struct Matmul m = r->of_x[layer * r->directions + d];
             m.in = image(layer ? w.y_quantized : r->x, rows, 1, 1, width, 0, 0);
             m.out = image((uint8_t*)(w.of_x + d * rows * gates), rows, 1, 1, gates * 4, 0, 0);
             m.tile.out_pixel = m.out.pixel, m.tile.a_row = m.in.line;
-            m.by_row.scales = layer ? w.y_scales : r->x_scales;
-            m.by_row.alike = layer ? 0 : r->x_alike;
+            m.tile.row_scale = layer || r->x_alike ? w.y_scales : r->x_scales;
             m.tile.setup = w.setup;
             matmul(&m, thread, threads);
         }

@@ -27,21 +27,3 @@ LIBRARY void quantize_rows(const float* from, const int64_t* strides, const stru
         scales[r] = quantize_row(row, stride, count, bits, out->base + r * count);
     }
 }
-
-// Dequantize accumulators, given as floats, in place. Rows are `stride` floats from each other; `row` is the number of
-// the first row, `channel` that of the first of `channels` channels.
-LIBRARY void dequantize_rows(const struct ByRow* r, float* at, int64_t stride, int64_t row, int64_t rows,
-                             int64_t channel, int64_t channels) {
-    const float *columns = r->columns + channel, *bias = r->bias + channel;
-    for (int64_t i = 0; i < rows; ++i, at += stride) {
-        const float scale = r->scales[r->alike ? 0 : row + i];
-        int64_t c = 0;
-        for (; c + FLOATS <= channels; c += FLOATS) {
-            Reals x, column, offset;
-            memcpy(&x, at + c, sizeof x), memcpy(&column, columns + c, sizeof x), memcpy(&offset, bias + c, sizeof x);
-            x = x * scale * column + offset;
-            memcpy(at + c, &x, sizeof x);
-        }
-        for (; c < channels; ++c) at[c] = at[c] * scale * columns[c] + bias[c];
-    }
-}

@@ -95,3 +95,17 @@ static inline void neon_f32(const struct Tile* t, const int32_t (*acc)[16], int 
         for (int j = 0; j < 4; ++j) vst1q_f32((float*)(t->out + i * t->out_pixel) + 4 * j, steps[j]);
     }
 }
+
+// Dequantize the sums of a tile with scales of rows and channels and a bias.
+static inline void neon_rows(const struct Tile* t, const int32_t (*acc)[16], int rows) {
+    if (!is_whole(t)) {
+        finish_rows(t, acc, rows);
+        return;
+    }
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < 4; ++j) {
+            const float32x4_t scaled = vmulq_n_f32(vcvtq_f32_s32(vld1q_s32(acc[i] + 4 * j)), t->row_scale[i]);
+            const float32x4_t real = vmulq_f32(scaled, vld1q_f32(t->factor + 4 * j));
+            vst1q_f32((float*)(t->out + i * t->out_pixel) + 4 * j, vaddq_f32(real, vld1q_f32(t->row_bias + 4 * j)));
+        }
+}

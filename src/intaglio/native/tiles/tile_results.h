@@ -7,6 +7,7 @@
 // Advance all pointers past a tile.
 static inline void next_tile(struct Tile* t, int rows) {
     t->a += rows * t->a_pixel, t->out += rows * t->out_pixel, t->residual += rows * t->residual_pixel;
+    if (t->row_scale) t->row_scale += rows;
     t->remainder += rows * t->remainder_pixel, t->residual_remainder += rows * t->residual_remainder_pixel;
 }
 
@@ -47,4 +48,13 @@ static inline void finish_f32(const struct Tile* t, const int32_t (*acc)[16], in
     for (int i = 0; i < rows; ++i)
         for (int c = 0; c < 16; ++c)
             if (t->mask >> c & 1) ((float*)(t->out + i * t->out_pixel))[c] = (float)acc[i][c] * t->factor[c];
+}
+
+// Dequantize the sums of a tile with scales of rows and channels and a bias.
+static inline void finish_rows(const struct Tile* t, const int32_t (*acc)[16], int rows) {
+    for (int i = 0; i < rows; ++i)
+        for (int c = 0; c < 16; ++c)
+            if (t->mask >> c & 1)
+                ((float*)(t->out + i * t->out_pixel))[c] =
+                    (float)acc[i][c] * t->row_scale[i] * t->factor[c] + t->row_bias[c];
 }

@@ -32,11 +32,9 @@ from intaglio.plan.plan_records import Choice, Partition, is_flat
 from intaglio.plan.scheduling.convolution_pieces import Piece, pieces
 from intaglio.plan.scheduling.value_bounds import saturates_to_bounds
 
-TILE_RESULTS = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
-"""Result of the microkernel for each tail; "f32" for all others, or "rows" for scales per token.
-
-Other functions, and scales per token where no kernel has them, are applied to floats while these are in the first-level
-cache.
+TILE_RESULTS = {Tail.REQUANTIZE: "u8", Tail.ADD: "add", Tail.DEQUANTIZE_ROWS: "rows"}
+"""Result of the microkernel for each tail; "f32" for all others, whose functions are applied to floats while these are
+in the first-level cache.
 """
 MIN_DEPTHWISE_GROUPS = 8
 MAX_DEPTHWISE_SIDE = 6
@@ -88,8 +86,6 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     tail, clamps_float = partition.tail[0], partition.output in plan.guarded
     kind = op_def(tail).tail
     result = "f32" if kind is None else TILE_RESULTS.get(kind, "f32")
-    if kind is Tail.DEQUANTIZE_ROWS and isa.scales_rows and partition.head is None:
-        result = "rows"
     reason = why_not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail, partition.epilogue is not None)
     if reason is None:
         looks_up = bool(isa.lookup_condition) and partition.lut is not None
