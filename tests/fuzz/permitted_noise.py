@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fuzz.network import Network
-from intaglio.ir import QParams
+from intaglio.ir import QParams, Ref
 from intaglio.quant.annotate.sites import Dynamic
 from intaglio.quant.qdq.convert import Reference
 
@@ -77,7 +77,7 @@ class NoisyModel(fx.Interpreter):
             return value
         noise = torch.rand(value.shape, generator=self.generator) - 0.5
         q = self.qparams.get(site.name)
-        if q is None or not isinstance(q.scale, tuple):
+        if q is None or isinstance(q.scale, Ref):
             return value + noise * value.abs().amax() / 127
         spread = [-1 if q.axis == axis and len(q.scales) > 1 else 1 for axis in range(value.dim())]
         scale, zero = (torch.tensor(values, dtype=torch.float32) for values in (q.scales, q.zeros))

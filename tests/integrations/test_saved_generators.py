@@ -13,7 +13,8 @@ from intaglio.build import load_program
 from intaglio.cli import targets
 from intaglio.errors import ArtifactError
 from intaglio.integrations.transformers import from_pretrained
-from intaglio.runtime.saved.archive import read, write
+from intaglio.runtime.saved.archive import read, read_member, write
+from intaglio.runtime.saved.members import Member
 from support.generators import batch, generated, quantized
 from support.slow_params import slow_params
 
@@ -107,9 +108,31 @@ def test_a_failed_save_leaves_the_file_that_was_there(tmp_path):
         assert {"config.json", "generation_config.json", "decoder.intaglio"} <= set(archive.namelist())
 
 
-def test_only_files_of_models_that_generate_import_transformers(tmp_path):
+def test_programs_are_loaded_without_transformers_and_what_quantizes(tmp_path):
     quantized("llama")[1].programs["decoder"].save(tmp_path / "program")
+    names = ("transformers", "intaglio.lower", "intaglio.eager", "intaglio.quant.qdq", "intaglio.tune")
     code = (
-        f"import sys, intaglio; intaglio.load({str(tmp_path / 'program')!r}); assert 'transformers' not in sys.modules"
+        f"import sys, intaglio; intaglio.load({str(tmp_path / 'program')!r})\n"
+        f"assert not set({names!r}) & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bytes_of_programs_are_hashed_once(tmp_path, monkeypatch):
+    hashed, compute = list[int](), Member._computed_digest
+    monkeypatch.setattr(Member, "_computed_digest", lambda self: (hashed.append(self.size), compute(self))[1])
+    quantized("llama")[1].save(tmp_path / "model.intaglio")
+    intaglio.load(tmp_path / "model.intaglio", trust=True)
+    size = (tmp_path / "model.intaglio").stat().st_size
+    assert 0.9 * size < sum(hashed) < size
+
+
+def test_a_damaged_weight_of_a_program_is_found(tmp_path):
+    path = tmp_path / "model.intaglio"
+    quantized("llama")[1].save(path)
+    _, members = read_member(path, read(path)[1], "decoder.intaglio")
+    place = members["weights.safetensors"].start + members["weights.safetensors"].size - 1
+    content = path.read_bytes()
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises(ArtifactError, match=r"decoder.intaglio: 'weights.safetensors' is damaged"):
+        intaglio.load(path, trust=True)

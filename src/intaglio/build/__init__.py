@@ -5,25 +5,27 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from intaglio.build.check import check_schedules
 from intaglio.build.planned import Planned
+from intaglio.build.scheduled_plan import plan_text_of, scheduled_plan
 from intaglio.codegen import emit
 from intaglio.errors import ArtifactError, BuildError, did_you_mean
 from intaglio.ir import Graph, Program, Schedule, graph_text
 from intaglio.ir.names import sanitized
 from intaglio.kernels import ISAS
-from intaglio.lower import Island, Lowered
 from intaglio.native import cpu as machine
 from intaglio.native.compile import install
 from intaglio.native.constants_cache import ConstantsCache
 from intaglio.native.native_library import use_trusted
 from intaglio.native.toolchain import NO_COMPILER
 from intaglio.ops import OpDef, check_graph, checked_records
-from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan
+from intaglio.plan import Plan, plan_graph
 from intaglio.runtime import (
     Artifact,
     Coverage,
@@ -42,8 +44,12 @@ from intaglio.runtime import (
 from intaglio.runtime.artifact import program_key
 from intaglio.runtime.calls.call_plans import NewShapePolicy
 from intaglio.runtime.saved.archive import Contents, read
+from intaglio.runtime.saved.model_file import REBUILT_STAGES
 from intaglio.runtime.saved.saved_libraries import Library
 from intaglio.runtime.saved.state_dict_io import with_state_parameters_of
+
+if TYPE_CHECKING:  # a model is loaded without the modules that quantize
+    from intaglio.lower import Island, Lowered
 
 TRUST_INSTEAD = "or, if you know the origin of the file, load the program in it: load(path, trust=True)"
 
@@ -69,9 +75,9 @@ def compile(
     """
     here, *others = isas_to_build(isa)
     general, name = plan_graph(lowered.graph), lowered.model_info.name
-    planned = Planned(lowered, _scheduled(general, here, schedules))
+    planned = Planned(lowered, scheduled_plan(general, here, schedules))
     artifact = build_artifact(_emit(planned.plan, name))
-    libraries = {other: build_library(_emit(_scheduled(general, other), name)) for other in others}
+    libraries = {other: build_library(_emit(scheduled_plan(general, other), name)) for other in others}
     return _compiled(planned, artifact, libraries, isa, {here: dict(schedules)} if schedules else {})
 
 
@@ -86,7 +92,7 @@ def compile_planned(planned: Planned) -> QuantizedModel:
 
 def plan_program(lowered: Lowered, *, isa: str | None = None) -> Planned:
     """Return the plan that `compile` makes for one instruction set, with analytic schedules."""
-    return Planned(lowered, _scheduled(plan_graph(lowered.graph), isas_to_build(isa)[0]))
+    return Planned(lowered, scheduled_plan(plan_graph(lowered.graph), isas_to_build(isa)[0]))
 
 
 def _compiled(
@@ -112,7 +118,7 @@ def _compiled(
         libraries,
         schedules=schedules,
     )
-    return _model(saved, planned.plan, artifact, lowered.hosts)
+    return _model(saved, planned.plan.text(), artifact, lowered.hosts)
 
 
 def _loops(island: Island, bodies: Mapping[str, QuantizedModel]) -> dict[str, HostLoop]:
@@ -179,11 +185,11 @@ def _opened(
             general, name, tuned = plan_graph(saved.graph), saved.model_info.name, saved.schedules
             check_schedules(tuned, general)
             own = library.schedules if library else tuned.get(chosen)
-            planned = _scheduled(general, present[0] if library else chosen, own, library.caches if library else None)
-            program = _emit(planned, name)
+            target = (present[0] if library else chosen, own, library.caches if library else None)
+            program = _emit(scheduled_plan(general, *target), name)
             if library is not None and library.key != program_key(program):
-                library, planned = None, _scheduled(general, chosen, tuned.get(chosen))
-                program = _emit(planned, name)
+                library, target = None, (chosen, tuned.get(chosen), None)
+                program = _emit(scheduled_plan(general, *target), name)
         except ArtifactError:
             raise
         except Exception as error:  # a file's graph can be invalid in ways that checks do not find
@@ -194,15 +200,16 @@ def _opened(
                 remedy="quantize the float model again with the installed version and save it",
             ) from error
     hosts = {one: given[one] for one in host_names(saved.graph)}
+    plan_text = partial(plan_text_of, saved.graph, *target)
     _warn_of_lost_fallback(saved, path)
     if library is None:
         if trust:
             logger.info("%s: the file has no library for %s of this version; it is built from the graph", path, chosen)
         with _trust_as_remedy(not trust and chosen in saved.libraries):
-            return _model(replace(saved, libraries={}), planned, build_artifact(program), hosts)
+            return _model(replace(saved, libraries={}), plan_text, build_artifact(program), hosts)
     if program.isa != chosen:
         logger.info("%s: has a library for %s, none for %s, which this machine runs", path, program.isa, chosen)
-    return _model(saved, planned, open_artifact(program, install(library.content, name=program.name)), hosts)
+    return _model(saved, plan_text, open_artifact(program, install(library.content, name=program.name)), hosts)
 
 
 @contextlib.contextmanager
@@ -243,27 +250,27 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _scheduled(
-    plan: Plan, isa: str, schedules: Mapping[str, Schedule] | None = None, caches: tuple[int, int] | None = None
-) -> Plan:
-    """Return the plan with schedules for an instruction set and cache sizes (default: those of this machine)."""
-    sizes = machine.caches()
-    return schedule_plan(plan, ISAS[isa], CacheSizes(*(caches or (sizes.l1, sizes.l2))), schedules)
-
-
 def _emit(plan: Plan, name: str) -> Program:
     return emit(plan, sanitized(name) or "model", ConstantsCache())
 
 
-def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[str, OpDef]) -> QuantizedModel:
+def _integer_text(graph: Graph, bodies: Mapping[str, QuantizedModel]) -> str:
+    """Return the text of a graph and of the bodies of its loops."""
+    return graph_text(graph) + "".join(f"body of {name}:\n{one.text('integer')}" for name, one in bodies.items())
+
+
+def _model(
+    saved: SavedModel, plan_text: str | Callable[[], str], artifact: Artifact, hosts: Mapping[str, OpDef]
+) -> QuantizedModel:
     """Return the model for the user, with the texts of the last stages and the size of its constants.
 
     Only libraries that were built here, or that the user trusts, become part of the model and are saved with it.
     """
     graph, islands = saved.graph, saved.islands
     bodies = {name: loop.body for module, _ in islands.values() for name, loop in loops_in(module).items()}
-    text = graph_text(graph) + "".join(f"body of {name}:\n{one.text('integer')}" for name, one in bodies.items())
-    model_info = saved.model_info.with_stage(integer=text, plan=planned.text(), program=artifact.program.source)
+    model_info = saved.model_info.with_stage(
+        integer=partial(_integer_text, graph, bodies), plan=plan_text, program=artifact.program.source
+    )
     size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
     inner = (one for module, _ in islands.values() for one in module.modules() if isinstance(one, QuantizedModel))
     size += sum(one.artifact.constants.nbytes for one in inner)
@@ -289,7 +296,7 @@ def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[
 
 def emit_for(model: QuantizedModel, isa: str) -> Program:
     """Return the model's program for another instruction set, with the schedules that it keeps for that one."""
-    return _emit(_scheduled(plan_graph(model.graph), isa, model.schedules.get(isa)), model.model_info.name)
+    return _emit(scheduled_plan(plan_graph(model.graph), isa, model.schedules.get(isa)), model.model_info.name)
 
 
 def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
@@ -301,17 +308,19 @@ def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     check_graph(graph, hosts)
     general, name = plan_graph(graph), model.model_info.name
     isa = model.artifact.program.isa
-    planned = _scheduled(general, isa, model.schedules.get(isa))
+    planned = scheduled_plan(general, isa, model.schedules.get(isa))
     artifact = build_artifact(_emit(planned, name))
     libraries = {
-        one: build_library(_emit(_scheduled(general, one, model.schedules.get(one)), name)) for one in model.libraries
+        one: build_library(_emit(scheduled_plan(general, one, model.schedules.get(one)), name))
+        for one in model.libraries
     }
-    texts = {stage: text for stage, text in model.model_info.texts.items() if stage != "reference"}
+    kept = [stage for stage in model.model_info.texts if stage not in ("reference", *REBUILT_STAGES)]
+    texts = {stage: model.model_info.texts[stage] for stage in kept}
     islands = {key: (module, model.island_dims[key]) for key, module in model.islands.items()}
     model_info = replace(model.model_info, texts=texts)
     signature = with_state_parameters_of(model.signature, graph)
     saved = SavedModel(graph, signature, islands, model.coverage, model_info, libraries, schedules=model.schedules)
-    return _model(saved, planned, artifact, hosts)
+    return _model(saved, planned.text(), artifact, hosts)
 
 
 def supported_isas() -> list[str]:

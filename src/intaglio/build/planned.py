@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from intaglio.formatting.html_text import element, folded_text
-from intaglio.lower import Lowered
 from intaglio.plan import Plan
+
+if TYPE_CHECKING:
+    from intaglio.lower import Lowered
 
 
 @dataclass(frozen=True)

@@ -82,14 +82,14 @@ class Context:
     def tiles(self, spec: TileSpec) -> str:
         """Return the name of the table of kernels up to the height of this one, indexed by height."""
         self.kernels.append(spec)
-        return self._table(self.isa.tiles(spec))
+        if spec.family not in self.families:
+            self.families[spec.family] = self.isa.tiles(spec)
+        return spec.family
 
     def depthwise_tiles(self, spec: DepthwiseSpec) -> str:
         """Return the name of the table of depthwise kernels up to this size, indexed by rows and columns."""
         self.kernels.append(spec)
-        return self._table(depthwise_tiles(spec))
-
-    def _table(self, family: KernelFamily) -> str:
+        family = depthwise_tiles(spec)
         self.families[family.name] = family
         return family.name
 

@@ -18,6 +18,7 @@ from intaglio.ir.dims import (
     symbols_of,
 )
 from intaglio.ir.graph import Attrs, Graph, Input, ModelInfo, Op, Origin, Output, Signature, State, fresh, prune
+from intaglio.ir.number_array import NumberArray
 from intaglio.ir.program_records import (
     ArenaLocation,
     Cost,
@@ -50,6 +51,7 @@ __all__ = [
     "Input",
     "IslandCall",
     "ModelInfo",
+    "NumberArray",
     "Op",
     "Origin",
     "Output",

@@ -53,6 +53,8 @@ class Expression:
         return _collect([*self.terms, *_terms(other)])
 
     def __mul__(self, other: Dim) -> Dim:
+        if type(other) is int and other:  # the order of terms does not depend on their coefficients
+            return self if other == 1 else Expression(tuple([(a, p * other) for a, p in self.terms]))
         return _collect([(_join(a, b), p * q) for a, p in self.terms for b, q in _terms(other)])
 
     def __sub__(self, other: Dim) -> Dim:

@@ -5,7 +5,7 @@ Values are names. A graph holds their types, the arrays of those that are consta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -223,6 +223,34 @@ class Signature:
     state: tuple[State, ...] = ()
 
 
+class StageTexts(Mapping[str, str]):
+    """Texts by the name of a stage. Some are computed when they are read for the first time."""
+
+    def __init__(self, given: Mapping[str, str | Callable[[], str]]) -> None:
+        self._given = dict(given)
+
+    @classmethod
+    def joined(cls, before: Mapping[str, str], more: Mapping[str, str | Callable[[], str]]) -> StageTexts:
+        """Return texts and more of them, which replace those of the same stages."""
+        return cls({**(before._given if isinstance(before, StageTexts) else before), **more})
+
+    def __getitem__(self, stage: str) -> str:
+        text = self._given[stage]
+        if not isinstance(text, str):
+            text = self._given[stage] = text()
+        return text
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return all texts for copies and pickles, because functions may read an open file."""
+        return StageTexts, (dict(self),)
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """Information about a model that is passed from stage to stage.
@@ -239,9 +267,9 @@ class ModelInfo:
     notes: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
 
-    def with_stage(self, notes: tuple[str, ...] = (), **texts: str) -> ModelInfo:
-        """Return a copy with the notes and texts of one more stage."""
-        return ModelInfo(self.name, self.bytes, (*self.notes, *notes), {**self.texts, **texts})
+    def with_stage(self, notes: tuple[str, ...] = (), **texts: str | Callable[[], str]) -> ModelInfo:
+        """Return a copy with the notes and texts of one more stage. Functions return texts when these are read."""
+        return ModelInfo(self.name, self.bytes, (*self.notes, *notes), StageTexts.joined(self.texts, texts))
 
 
 def fresh(taken: Mapping[str, Any], stem: str) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import numpy as np
+
 from intaglio.ir.dims import Shape
+from intaglio.ir.number_array import NumberArray
 
 
 class DType(Enum):
@@ -93,8 +96,8 @@ class QParams:
     values held exactly as Python floats; the scale of an accumulator is the float64 product of two of them.
     """
 
-    scale: tuple[float, ...] | Ref
-    zero_point: tuple[int, ...] | Ref
+    scale: tuple[float, ...] | NumberArray[float] | Ref
+    zero_point: tuple[int, ...] | NumberArray[int] | Ref
     qmin: int
     qmax: int
     axis: Axis = None
@@ -109,7 +112,8 @@ class QParams:
                 f"there must be as many zero points as scales, and one of each without an axis, but there are "
                 f"{len(self.scale)} scales and {len(self.zero_point)} zero points with axis {self.axis}"
             )
-        if not all(0 < scale < float("inf") for scale in self.scale):
+        scales = np.asarray(self.scale)
+        if not ((scales > 0) & (scales < np.inf)).all():
             raise ValueError("scales must be positive and finite")
 
     def with_offset(self, offset: int) -> QParams:
@@ -120,7 +124,7 @@ class QParams:
         return replace(self, zero_point=zeros, qmin=self.qmin + offset, qmax=self.qmax + offset)
 
     @property
-    def scales(self) -> tuple[float, ...]:
+    def scales(self) -> tuple[float, ...] | NumberArray[float]:
         """Return the constant scales; raise `TypeError` for dynamic parameters."""
         if isinstance(self.scale, Ref):
             raise TypeError(f"the scale is computed while the model runs, in {self.scale}")
@@ -139,7 +143,7 @@ class QParams:
         return zero_point
 
     @property
-    def zeros(self) -> tuple[int, ...]:
+    def zeros(self) -> tuple[int, ...] | NumberArray[int]:
         """Return the constant zero points; raise `TypeError` for dynamic parameters."""
         if isinstance(self.zero_point, Ref):
             raise TypeError(f"the zero point is computed while the model runs, in {self.zero_point}")

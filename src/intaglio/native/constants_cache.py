@@ -1,8 +1,9 @@
 """The packed constants of models that were loaded before, in the cache folder.
 
-An entry holds the weights of a program as its kernels read them, and their SHA-256 behind them. Its key is a digest
-of the weights in the model file, of the layout, and of the code that packs them. A loaded model then reads its
-constants instead of decoding and packing its weights again.
+An entry holds the weights of a program as its kernels read them, and behind them the SHA-256 of the SHA-256 of their
+pieces, which threads read and hash side by side. Its key is a digest of the weights in the model file, of the layout,
+and of the code that packs them. A loaded model then reads its constants instead of decoding and packing its weights
+again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -24,10 +26,12 @@ FOLDER, SUFFIX = "constants", ".constants"
 DIGEST_BYTES = hashlib.sha256().digest_size
 SMALLEST_ENTRY = 1 << 20
 """Bytes of constants from which they are stored. Smaller ones are packed in some milliseconds."""
-CODE = ("codegen", "ir", "kernels", "numerics", "plan", "runtime/saved")
-"""Folders with the code that packed constants depend on."""
-AT_ONCE = 1 << 20
-"""Bytes that are read and hashed at a time."""
+CODE = ("codegen", "ir", "kernels", "native/constants_cache.py", "numerics", "plan", "runtime/saved")
+"""Folders and files with the code that entries depend on."""
+PIECE_BYTES = 1 << 22
+"""Bytes whose digest one thread computes."""
+MOST_THREADS = 8
+"""Threads that read an entry, at most."""
 
 logger = logging.getLogger("intaglio")
 
@@ -47,12 +51,10 @@ class ConstantsCache:
             with file:
                 if os.fstat(file.fileno()).st_size != size + DIGEST_BYTES:
                     return False
-                found = hashlib.sha256()
-                for part in _parts(arrays):
-                    if file.readinto(part) != len(part):
-                        return False
-                    found.update(part)
-                if file.read() != found.digest():
+                places, number = list(_pieces(arrays)), file.fileno()
+                with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
+                    digests = list(pool.map(lambda place: _read_piece(number, *place), places))
+                if os.pread(number, DIGEST_BYTES, size) != _joined(digests):
                     logger.warning("%s is damaged: the weights are packed again", path)
                     return False
             with contextlib.suppress(OSError):  # marks the entry as recently used; a read-only cache still works
@@ -70,11 +72,11 @@ class ConstantsCache:
             path = _path(key)
             make_folder(path.parent)
             with draft_file(path.parent) as (draft, file):
-                found = hashlib.sha256()
-                for part in _parts(arrays):
-                    found.update(part)
-                    file.write(part)
-                file.write(found.digest())
+                digests = []
+                for piece, _ in _pieces(arrays):
+                    digests.append(hashlib.sha256(piece).digest())
+                    file.write(piece)
+                file.write(_joined(digests))
                 file.flush()
                 os.fchmod(file.fileno(), 0o644)  # whatever the umask is: others must not be able to write to it
                 os.replace(draft, path)
@@ -83,10 +85,26 @@ class ConstantsCache:
             logger.warning("packed weights cannot be saved in %s: %s", config.cache_dir(), error)
 
 
-def _parts(arrays: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield all bytes of arrays in order, a few at a time."""
+def _pieces(arrays: Sequence[memoryview]) -> Iterator[tuple[memoryview, int]]:
+    """Yield all bytes of arrays in order, a few at a time, and the place of each piece in an entry."""
+    first = 0
     for array in arrays:
-        yield from (array[start : start + AT_ONCE] for start in range(0, len(array), AT_ONCE))
+        for start in range(0, len(array), PIECE_BYTES):
+            yield array[start : start + PIECE_BYTES], first + start
+        first += len(array)
+
+
+def _read_piece(number: int, piece: memoryview, start: int) -> bytes:
+    """Read a piece of a file and return its digest. The digest of a file that ends too early is a wrong one."""
+    rest = piece
+    while len(rest) and (count := os.preadv(number, [rest], start + len(piece) - len(rest))):
+        rest = rest[count:]
+    return hashlib.sha256(piece).digest() if not len(rest) else b""
+
+
+def _joined(digests: Iterable[bytes]) -> bytes:
+    """Return the digest of an entry from those of its pieces."""
+    return hashlib.sha256(b"".join(digests)).digest()
 
 
 def _path(key: str) -> Path:
@@ -99,6 +117,7 @@ def _code() -> str:
     found = hashlib.sha256(config.VERSION.encode())
     package = Path(config.__file__).parent
     for folder in CODE:
-        for path in sorted((package / folder).rglob("*.py")):
+        place = package / folder
+        for path in [place] if place.suffix else sorted(place.rglob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()

@@ -45,7 +45,7 @@ def weight_of(names: OperatorNames, name: str, facts: SiteFacts) -> WeightReport
         shape=tuple(exact.shape),
         datatype=facts.datatype,
         rounding=facts.rounding,
-        scales=q.scales,
+        scales=tuple(q.scales),
         largest=tuple(np.abs(rows).max(1).tolist()),
         decibels=tuple(_decibels(s, n) for s, n in zip(signal.tolist(), noise.tolist(), strict=True)),
         all_decibels=_decibels(float(signal.sum()), float(noise.sum())),

@@ -62,12 +62,12 @@ class QuantizedModel(SavableModel):
         Raises:
             InputError: the model has no such text; the error lists those it has.
         """
-        texts = {**self.model_info.texts}
-        texts.setdefault("corrections", "no corrections\n")
-        if stage not in texts:
-            problem = f"{stage!r} is not a stage; allowed are {', '.join(texts)}"
-            raise InputError("text", None, problem, remedy=did_you_mean(stage, texts))
-        return texts[stage]
+        texts, missing = self.model_info.texts, {"corrections": "no corrections\n"}
+        stages = dict.fromkeys((*texts, *missing))
+        if stage not in stages:
+            problem = f"{stage!r} is not a stage; allowed are {', '.join(stages)}"
+            raise InputError("text", None, problem, remedy=did_you_mean(stage, stages))
+        return texts[stage] if stage in texts else missing[stage]
 
     @check_arguments
     def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:

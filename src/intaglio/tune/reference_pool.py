@@ -122,7 +122,7 @@ class ReferencePool:
             found = activation_qparams(prepared, calibrate(prepared, self.batches, progress=False))
             for site in missing:
                 q = found[site.name]
-                self.entries[_key(site)] = Parameter(site.datatype, q.qmin, q.qmax, q.scales, q.zeros)
+                self.entries[_key(site)] = Parameter(site.datatype, q.qmin, q.qmax, tuple(q.scales), tuple(q.zeros))
 
 
 def _key(site: Site) -> Hashable:

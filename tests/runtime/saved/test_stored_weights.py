@@ -160,6 +160,27 @@ def test_a_damaged_entry_is_packed_again(saved, fresh_programs, caplog):
     assert "lets others write" in caplog.text
 
 
+@pytest.mark.parametrize("bytes_at_once", [1000, 1 << 17])
+def test_an_entry_is_checked_in_every_piece(tmp_path, monkeypatch, bytes_at_once):
+    monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(constants_cache, "PIECE_BYTES", bytes_at_once)
+    cache, draw = constants_cache.ConstantsCache(), np.random.default_rng(0)
+    arrays = [draw.integers(0, 256, size, np.uint8) for size in (70_001, 1, 123_456)]
+    cache.write("key", [array.data for array in arrays])
+    (entry,) = (tmp_path / constants_cache.FOLDER).iterdir()
+    content = entry.read_bytes()
+
+    def read() -> list[np.ndarray] | None:
+        found = [np.zeros_like(array) for array in arrays]
+        return found if cache.read("key", [array.data for array in found]) else None
+
+    for array, found in zip(arrays, read() or (), strict=True):
+        assert np.array_equal(array, found)
+    for place in (0, 69_999, 70_000, 70_001, 70_002, 150_000, len(content) - 33, len(content) - 1):
+        entry.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert read() is None
+
+
 def test_other_weights_and_other_code_have_other_entries(saved, fresh_programs, tmp_path, monkeypatch):
     path, x, expected = saved
     model, other = intaglio.load(path, trust=True), tmp_path / "other.intaglio"

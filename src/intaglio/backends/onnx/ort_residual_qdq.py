@@ -14,7 +14,7 @@ from intaglio import numerics
 from intaglio.fxgraph.node_info import known_type, origin, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, operator
 from intaglio.fxgraph.overloads import ADD_TARGET, RELU_TARGET
-from intaglio.ir import QParams
+from intaglio.ir import QParams, Ref
 from intaglio.quant.qdq.integer_regions import dequantized_qparams, quantize_qparams
 from intaglio.torch_private import quantized_decomposed
 
@@ -87,6 +87,6 @@ def unsaturated_range(node: fx.Node) -> Range | None:
 
 def real_range(q: QParams) -> Range | None:
     """Return the real values of the lowest and highest quantized value, or ``None`` for parameters per channel."""
-    if q.axis is not None or not isinstance(q.zero_point, tuple):
+    if q.axis is not None or isinstance(q.zero_point, Ref):
         return None
     return (q.qmin - q.zero_point[0]) * q.step, (q.qmax - q.zero_point[0]) * q.step

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,9 @@ from intaglio.output_paths import check_file
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
 from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
-from intaglio.tracing import capture
-from intaglio.tune import Comparison, compare
+
+if TYPE_CHECKING:
+    from intaglio.tune import Comparison
 
 PAST, PAST_OF_ENCODER = 1, 2
 """Positional arguments of the decoder's program: keys and values of self-attention and of cross-attention."""
@@ -298,6 +299,9 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
                 f"the float model is a {type(float_model).__name__}, but a {self.float_class.__name__} was quantized"
             )
             raise InputError("compare", None, problem, remedy="pass the float model that was quantized")
+        from intaglio.tracing import capture
+        from intaglio.tune import compare
+
         programs = self.named_programs()
         calls = UserCalls(float_model, list(data) if isinstance(data, Iterator) else data)
         found: dict[str, Comparison] = {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from intaglio.fxgraph.node_info import graph_info, info, origin, tensor_type
 from intaglio.fxgraph.nodes import is_constant, name_of, operator
-from intaglio.ir import QParams
+from intaglio.ir import QParams, Ref
 from intaglio.lower.facts.operator_facts import IMPORTED, ModelFacts, OperatorFacts, Precision, SiteFacts
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Region
@@ -187,9 +187,9 @@ class _Collector:
         return str(next((method for method in found if method is not None), Rounding.NEAREST))
 
 
-def _constants(q: QParams | None) -> tuple[tuple[float, ...], tuple[int, ...]]:
+def _constants(q: QParams | None) -> tuple[Sequence[float], Sequence[int]]:
     """Return scales and zero points that are known before the model runs."""
-    return ((), ()) if q is None or not isinstance(q.scale, tuple) else (q.scales, q.zeros)
+    return ((), ()) if q is None or isinstance(q.scale, Ref) else (q.scales, q.zeros)
 
 
 def _extremes(values: Iterable[float]) -> tuple[float, ...]:

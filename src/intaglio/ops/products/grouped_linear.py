@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Attrs, DType, Graph, Op, PerRowGroup, QParams, Shape, TensorType, evaluate
+from intaglio.ir import Attrs, DType, Graph, NumberArray, Op, PerRowGroup, QParams, Shape, TensorType, evaluate
 from intaglio.ir.types import F32, I32, I64
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Call, Layout, OpDef, Tail, first_reason, rank
@@ -76,7 +76,7 @@ def dequantize_groups_reference(
     return numerics.dequantize(acc, of_each_row(np.array(types[0].qparams.scales), ends, len(acc)), 0)
 
 
-def group_accumulator_qparams(scales: tuple[float, ...]) -> QParams:
+def group_accumulator_qparams(scales: tuple[float, ...] | NumberArray[float]) -> QParams:
     """Return the parameters of an accumulator with scales for each output of each group, or with one scale."""
     axis = PerRowGroup() if len(scales) > 1 else None
     return QParams(scales, (0,) * len(scales), -(2**31), 2**31 - 1, axis)

@@ -128,7 +128,7 @@ class Parameters:
         for site in owners(sites, leaders):
             q = qparams[site.name]
             low, high = (site.record.qmin, site.record.qmax) if site.role == Role.WEIGHT else (q.qmin, q.qmax)
-            found[site.name] = Parameter(site.datatype, low, high, q.scales, q.zeros, site.group)
+            found[site.name] = Parameter(site.datatype, low, high, tuple(q.scales), tuple(q.zeros), site.group)
         return Parameters(found, corrected)
 
     def without_weights(self) -> Parameters:

@@ -11,6 +11,7 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,6 +62,9 @@ Contents = tuple[dict[str, Any], dict[str, Member]]
 def read(path: Path) -> Contents:
     """Return the manifest and all other members, whose digests have been checked. Members are read when they are used.
 
+    Model files inside of the file are checked when they are opened (`read_member`): the digests of their members are
+    those of all their bytes, which would otherwise be computed twice.
+
     Raises:
         ArtifactError: the file cannot be read, is damaged, or has another format or version.
     """
@@ -84,7 +88,8 @@ def read_member(path: Path, members: Mapping[str, Member], name: str) -> Content
     """
     if name not in members:
         raise ArtifactError(str(path), None, f"'{name}' is missing", remedy=SAVE_AGAIN)
-    return _checked(path / name, _unzip(path / name, members[name]))
+    whole = replace(members[name], digest="")
+    return _checked(path / name, _unzip(path / name, whole))
 
 
 def _checked(path: Path, members: dict[str, Member]) -> Contents:
@@ -98,6 +103,9 @@ def _checked(path: Path, members: dict[str, Member]) -> Contents:
             )
         if name not in members:
             raise ArtifactError(str(path), None, f"'{name}' is missing", remedy=SAVE_AGAIN)
+        if members[name].is_archive():
+            found[name] = members[name].unchecked(digests[name])
+            continue
         if (checked := members[name].checked(digests[name])) is None:
             raise ArtifactError(
                 str(path),

@@ -10,7 +10,7 @@ from intaglio.runtime.saved.bit_packing import pack, unpack
 QUANTIZED_SUFFIX, GROUPS_SUFFIX = " levels", " multiples"
 """Suffixes of the keys of a packed constant: its quantized values, and the multiples or smallest values of groups.
 Their space keeps them distinct from the names of values."""
-STORED_BYTES = 1 << 16
+STORED_BYTES = 1 << 14
 """Bytes from which a constant stays in the file until it is needed."""
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +25,7 @@ from intaglio.ir import (
     Expression,
     Graph,
     Groups,
+    NumberArray,
     Op,
     Origin,
     Packing,
@@ -122,7 +124,7 @@ def checked_identifier(text: Any) -> str:
     """Return ``text`` if it is a valid name in C and Python. Raise `ValueError` otherwise."""
     if not isinstance(text, str) or not IDENTIFIER.fullmatch(text):
         raise ValueError(f"{text!r:.60} is not a name")
-    return text
+    return sys.intern(text)
 
 
 def checked_value_name(text: Any) -> str:
@@ -130,7 +132,7 @@ def checked_value_name(text: Any) -> str:
     `ValueError` otherwise."""
     if not isinstance(text, str) or not text or not all(c.isalnum() or c == "_" for c in text):
         raise ValueError(f"{text!r:.60} is not the name of a value")
-    return text
+    return sys.intern(text)
 
 
 def checked_line(text: Any) -> str:
@@ -153,7 +155,7 @@ def decode_line(entry: Any) -> str:
     """Return the text that `encode_line` wrote. Comments of generated C++ escape it again."""
     if isinstance(entry, dict):
         return bytes.fromhex(entry["hex"]).decode(errors="surrogatepass")
-    return checked_line(entry)
+    return sys.intern(checked_line(entry))
 
 
 def checked_integer(value: Any) -> int:
@@ -199,11 +201,11 @@ class ParameterTable:
     def __init__(self, values: np.ndarray | None = None) -> None:
         self.values = np.zeros(0) if values is None else values
         self.parts: list[np.ndarray] = []
-        self._start: dict[tuple[float, ...], int] = {}
+        self._start: dict[Sequence[float], int] = {}
         self._count = 0
 
-    def put(self, values: tuple[float, ...]) -> Any:
-        """Return a short tuple as a list, or else store it and return its position."""
+    def put(self, values: Sequence[float]) -> Any:
+        """Return a few numbers as a list, or else store them and return their position."""
         if len(values) <= SHORT_ARRAY:
             return list(values)
         if values not in self._start:
@@ -212,8 +214,8 @@ class ParameterTable:
             self.parts.append(np.array(values, np.float64))
         return {"at": self._start[values], "count": len(values)}
 
-    def get(self, entry: Any) -> tuple[float, ...]:
-        """Return the tuple that `put` stored. Raise `ValueError` if the position is invalid."""
+    def get(self, entry: Any) -> tuple[float, ...] | NumberArray[float]:
+        """Return the numbers that `put` stored. Raise `ValueError` if the position is invalid."""
         if isinstance(entry, list):
             return tuple(float(value) for value in entry)
         start, count = checked_integer(entry["at"]), checked_integer(entry["count"])
@@ -222,7 +224,7 @@ class ParameterTable:
             raise ValueError(
                 f"{count} numbers from position {start} on are needed, but only {len(self.values)} numbers are stored"
             )
-        return tuple(found.tolist())
+        return NumberArray(found)
 
     def array(self) -> np.ndarray:
         """Return the stored numbers, f64[n]."""
@@ -282,12 +284,12 @@ def _encode_q(q: QParams, parameters: ParameterTable) -> Any:
 def _decode_q(entry: Any, parameters: ParameterTable) -> QParams:
     scale, zeros, axis = entry["scale"], entry["zero_point"], entry["axis"]
     scales = Ref(checked_value_name(scale["value"])) if "value" in scale else parameters.get(scale)
-    points: Ref | tuple[int, ...]
+    points: Ref | tuple[int, ...] | NumberArray[int]
     if isinstance(zeros, dict):
         points = (
             Ref(checked_value_name(zeros["value"]))
             if "value" in zeros
-            else (checked_integer(zeros["all"]),) * _count(scales)
+            else NumberArray(np.broadcast_to(np.int64(checked_integer(zeros["all"])), _count(scales)))
         )
     else:
         points = tuple(map(checked_integer, zeros))
@@ -300,7 +302,7 @@ def _decode_q(entry: Any, parameters: ParameterTable) -> QParams:
     return QParams(scales, points, checked_integer(entry["qmin"]), checked_integer(entry["qmax"]), axis)
 
 
-def _count(scales: Ref | tuple[float, ...]) -> int:
+def _count(scales: Ref | Sequence[float]) -> int:
     return 1 if isinstance(scales, Ref) else len(scales)
 
 

@@ -67,7 +67,7 @@ class Member:
         start: Its first byte.
         size: Its bytes.
         crc: Their CRC-32 according to the file.
-        digest: SHA-256 of its bytes, once it is checked.
+        digest: SHA-256 of its bytes; bytes are not returned before they have it. Empty if none is known.
     """
 
     file: OpenFile = field(repr=False)
@@ -80,6 +80,14 @@ class Member:
     def checked(self, digest: str) -> Member | None:
         """Return the member with its digest, or ``None`` if its bytes have another one."""
         return replace(self, digest=digest) if self._is_intact(digest) else None
+
+    def unchecked(self, digest: str) -> Member:
+        """Return the member with a digest that is compared when its bytes are read."""
+        return replace(self, digest=digest)
+
+    def is_archive(self) -> bool:
+        """Return whether the bytes begin as those of a zip file."""
+        return self.size >= len(LOCAL_HEADER) and self.file.read(self.start, len(LOCAL_HEADER)) == LOCAL_HEADER
 
     def _is_intact(self, digest: str) -> bool:
         """Return whether the bytes have this SHA-256 digest. They are only read again if the file was changed."""

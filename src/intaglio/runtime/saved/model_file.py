@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from intaglio.errors import MALFORMED, ArtifactError
 from intaglio.ir import Dim, Graph, ModelInfo, Schedule, Signature, VerifyError, symbols_of
+from intaglio.ir.graph import StageTexts
 from intaglio.native.native_library import RuntimeLibrary
 from intaglio.ops import verify
 from intaglio.runtime.calls.call_plans import NewShapePolicy
@@ -122,14 +124,14 @@ def _members(saved: SavedModel, path: str | Path, version: str) -> tuple[dict[st
             "lists and dictionaries of them",
             remedy="quantize a module that takes and returns only these, and convert outside of it",
         ) from error
-    arrays[SCALES_MEMBER] = parameters.array()
+    arrays[SCALES_MEMBER], texts = parameters.array(), saved.model_info.texts
     tensors, islands = _island_members(saved.islands, calls)
     members = {
         "graph.json": to_json(graph),
         "weights.safetensors": _safetensors(path, safetensors.numpy.save, arrays),
         "islands.json": to_json(islands),
         "islands.safetensors": _safetensors(path, safetensors.torch.save, tensors),
-        "texts.json": to_json({key: text for key, text in saved.model_info.texts.items() if key not in REBUILT_STAGES}),
+        "texts.json": to_json({key: texts[key] for key in texts if key not in REBUILT_STAGES}),
     }
     if saved.example is not None:
         inputs = {f"input{i}": _plain_tensor(tensor) for i, tensor in enumerate(saved.example.tensors)}
@@ -229,8 +231,7 @@ def _decoded(manifest: dict[str, Any], members: dict[str, Member]) -> SavedModel
         from_json(take_member(members, "islands.json").read()),
         safetensors.torch.load(take_member(members, "islands.safetensors").read()),
     )
-    texts = from_json(take_member(members, "texts.json").read())
-    texts = {as_text(stage): as_text(text) for stage, text in texts.items()}
+    texts = _stored_texts(take_member(members, "texts.json"))
     notes = tuple(map(as_text, manifest["notes"]))
     model_info = ModelInfo(as_text(manifest["name"]), checked_integer(manifest["bytes"]), notes, texts)
     example = None
@@ -265,6 +266,19 @@ def _decoded(manifest: dict[str, Any], members: dict[str, Member]) -> SavedModel
         decode_attributes(manifest["attributes"]) if "attributes" in manifest else KeptAttributes(),
         runtime,
     )
+
+
+def _stored_texts(member: Member) -> StageTexts:
+    """Return the texts of stages, which stay in the file until they are read: models run without them."""
+    found = from_json(member.read())
+    for text in found.values():
+        as_text(text)  # raises an error unless it is one
+    return StageTexts({as_text(stage): partial(_stored_text, member, stage) for stage in found})
+
+
+def _stored_text(member: Member, stage: str) -> str:
+    """Return one text of a member."""
+    return as_text(from_json(member.read())[stage])
 
 
 def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[FloatIsland, tuple[Dim, ...]]]:

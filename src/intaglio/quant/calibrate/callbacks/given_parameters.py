@@ -111,7 +111,7 @@ def _for_each_channel(found: QParams, site: Site, channels: int) -> QParams:
             site.name, site.origin.operator, problem, remedy="return one scale, or one for each channel"
         )
     if len(found.scales) == 1:
-        return replace(found, scale=found.scales * channels, zero_point=(0,) * channels, axis=site.axis)
+        return replace(found, scale=tuple(found.scales) * channels, zero_point=(0,) * channels, axis=site.axis)
     return found
 
 
