@@ -58,7 +58,14 @@ def unpack(quantized: np.ndarray, of_groups: np.ndarray, packing: Packing, shape
     Raises `ValueError` for another number of bytes, or for values that int8 cannot hold.
     """
     count = math.prod(shape)
-    wide = unpack_bits(quantized, packing.bits, count).astype(np.int16)
+    values = unpack_bits(quantized, packing.bits, count)
+    if count and packing.group and count % (shape[0] * packing.group) == 0 and _fits_int8(packing):
+        multiples = unpack_bits(of_groups, MULTIPLE_BITS, count // packing.group).view(np.int8) + np.int8(1)
+        found = values.view(np.int8).reshape(-1, packing.group)
+        found += packing.low
+        found *= multiples[:, None]
+        return found.reshape(shape)
+    wide = values.astype(np.int16)
     if not packing.lows:
         wide += packing.low
     if (packing.group or packing.lows) and count:
@@ -72,6 +79,12 @@ def unpack(quantized: np.ndarray, of_groups: np.ndarray, packing: Packing, shape
     if count and not -128 <= wide.min() <= wide.max() <= 127:
         raise ValueError("the quantized values exceed 8 bits")
     return wide.astype(np.int8).reshape(shape)
+
+
+def _fits_int8(packing: Packing) -> bool:
+    """Return whether int8 holds every value times every multiple."""
+    low, high = packing.low, packing.low + 2**packing.bits - 1
+    return -128 <= LARGEST_MULTIPLE * low <= LARGEST_MULTIPLE * high <= 127
 
 
 def pack_bits(values: np.ndarray, bits: int) -> np.ndarray:
