@@ -192,6 +192,15 @@ def test_a_fresh_process_loads_without_the_model_s_class(tmp_path):
     )
 
 
+def test_texts_of_a_loaded_model_are_those_of_the_saved_one(tmp_path):
+    """Those of graph and plan are made again, with the schedules of the library; others are read from the file."""
+    model, _ = compiled(nets.ConvThenUnsupported)
+    for trust in (True, False):
+        loaded = through(model, tmp_path / "m", trust=trust)
+        (tmp_path / "m").unlink()
+        assert {stage: loaded.text(stage) for stage in model.model_info.texts} == dict(model.model_info.texts)
+
+
 # ---- examples
 
 

@@ -18,7 +18,7 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import CacheSizes, Choice, Partition, Target, is_flat
 from intaglio.plan.scheduling.convolution_pieces import weight_shape, weights_of
 
-GENERATOR = 4
+GENERATOR = 5
 """Version of the kernels and the loops around them; when it is increased, schedules timed before are invalid."""
 MANY_ROWS = 64
 FEW_TILE_ROWS = 4.5
@@ -62,10 +62,14 @@ def analytic_schedules(plan: Plan, target: Target) -> dict[str, Schedule]:
 
 
 def choose_schedules(plan: Plan, target: Target, timed: Mapping[str, Schedule]) -> Plan:
-    """Take the schedules of a timed search where they exist, and analytic ones elsewhere."""
+    """Take the given schedules where they exist, and analytic ones elsewhere.
+
+    Given schedules are those of a timed search, or all those of a program in a file, most of which are analytic.
+    """
     found, reasons = analytic_schedules(plan, target), dict[str, str]()
     for partition in plan.partitions:
-        if partition.output in timed:
+        given = timed.get(partition.output)
+        if given is not None and given != found.get(partition.output):
             reasons[partition.output] = "a timed search found it to be faster"
         elif partition.output in found:
             reasons[partition.output] = _reason(gemm_problem(partition, plan), found[partition.output], target)
