@@ -14,7 +14,6 @@ from intaglio.ir import (
     DType,
     Graph,
     ModelInfo,
-    NumberArray,
     Op,
     Origin,
     QParams,
@@ -268,25 +267,6 @@ def test_patterns_may_have_constants_missing_operands_and_conditions():
     assert match(scaled, "m", View(m=("mul", "x", "k"))) is None
     assert match(RESIDUAL, "a", View(c=("conv", "x"), a=("add", "c", None))) is None
     assert match(op("conv", wildcard(), where=lambda node: node == "d"), "c", View(c=("conv", "x"))) is None
-
-
-@given(st.lists(st.floats(allow_nan=False, width=32), max_size=9))
-def test_an_array_of_numbers_equals_their_tuple(values):
-    array, expected = NumberArray(np.array(values)), tuple(values)
-    assert (array, len(array), hash(array), repr(array)) == (expected, len(expected), hash(expected), repr(expected))
-    assert expected == array == NumberArray(np.array(values))
-    assert array[2:5] == expected[2:5]
-    assert [array[i] for i in range(len(array))] == list(array) == values
-    assert np.array_equal(np.array(array, np.float32), np.array(values, np.float32))
-    assert array != (*expected, 1.0)
-    assert pickle.loads(pickle.dumps(array)) == expected
-
-
-def test_equal_zero_points_of_an_array_take_the_memory_of_one():
-    zeros = NumberArray(np.broadcast_to(np.int64(3), 1000))
-    assert zeros == (3,) * 1000
-    assert QParams((1.0,) * 1000, zeros, 0, 255, 0).zeros == (3,) * 1000
-    assert all(type(value) is int for value in (zeros[0], *zeros))
 
 
 def test_texts_of_stages_are_computed_when_they_are_read_and_kept():

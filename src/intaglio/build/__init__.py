@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -118,7 +118,7 @@ def _compiled(
         libraries,
         schedules=schedules,
     )
-    return _model(saved, planned.plan.text(), artifact, lowered.hosts)
+    return _model(saved, artifact, lowered.hosts)
 
 
 def _loops(island: Island, bodies: Mapping[str, QuantizedModel]) -> dict[str, HostLoop]:
@@ -185,11 +185,10 @@ def _opened(
             general, name, tuned = plan_graph(saved.graph), saved.model_info.name, saved.schedules
             check_schedules(tuned, general)
             own = library.schedules if library else tuned.get(chosen)
-            target = (present[0] if library else chosen, own, library.caches if library else None)
-            program = _emit(scheduled_plan(general, *target), name)
+            caches = library.caches if library else None
+            program = _emit(scheduled_plan(general, present[0] if library else chosen, own, caches), name)
             if library is not None and library.key != program_key(program):
-                library, target = None, (chosen, tuned.get(chosen), None)
-                program = _emit(scheduled_plan(general, *target), name)
+                library, program = None, _emit(scheduled_plan(general, chosen, tuned.get(chosen)), name)
         except ArtifactError:
             raise
         except Exception as error:  # a file's graph can be invalid in ways that checks do not find
@@ -200,16 +199,15 @@ def _opened(
                 remedy="quantize the float model again with the installed version and save it",
             ) from error
     hosts = {one: given[one] for one in host_names(saved.graph)}
-    plan_text = partial(plan_text_of, saved.graph, *target)
     _warn_of_lost_fallback(saved, path)
     if library is None:
         if trust:
             logger.info("%s: the file has no library for %s of this version; it is built from the graph", path, chosen)
         with _trust_as_remedy(not trust and chosen in saved.libraries):
-            return _model(replace(saved, libraries={}), plan_text, build_artifact(program), hosts)
+            return _model(replace(saved, libraries={}), build_artifact(program), hosts)
     if program.isa != chosen:
         logger.info("%s: has a library for %s, none for %s, which this machine runs", path, program.isa, chosen)
-    return _model(saved, plan_text, open_artifact(program, install(library.content, name=program.name)), hosts)
+    return _model(saved, open_artifact(program, install(library.content, name=program.name)), hosts)
 
 
 @contextlib.contextmanager
@@ -259,9 +257,7 @@ def _integer_text(graph: Graph, bodies: Mapping[str, QuantizedModel]) -> str:
     return graph_text(graph) + "".join(f"body of {name}:\n{one.text('integer')}" for name, one in bodies.items())
 
 
-def _model(
-    saved: SavedModel, plan_text: str | Callable[[], str], artifact: Artifact, hosts: Mapping[str, OpDef]
-) -> QuantizedModel:
+def _model(saved: SavedModel, artifact: Artifact, hosts: Mapping[str, OpDef]) -> QuantizedModel:
     """Return the model for the user, with the texts of the last stages and the size of its constants.
 
     Only libraries that were built here, or that the user trusts, become part of the model and are saved with it.
@@ -269,7 +265,9 @@ def _model(
     graph, islands = saved.graph, saved.islands
     bodies = {name: loop.body for module, _ in islands.values() for name, loop in loops_in(module).items()}
     model_info = saved.model_info.with_stage(
-        integer=partial(_integer_text, graph, bodies), plan=plan_text, program=artifact.program.source
+        integer=partial(_integer_text, graph, bodies),
+        plan=partial(plan_text_of, graph, artifact.program),
+        program=artifact.program.source,
     )
     size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
     inner = (one for module, _ in islands.values() for one in module.modules() if isinstance(one, QuantizedModel))
@@ -308,8 +306,7 @@ def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     check_graph(graph, hosts)
     general, name = plan_graph(graph), model.model_info.name
     isa = model.artifact.program.isa
-    planned = scheduled_plan(general, isa, model.schedules.get(isa))
-    artifact = build_artifact(_emit(planned, name))
+    artifact = build_artifact(_emit(scheduled_plan(general, isa, model.schedules.get(isa)), name))
     libraries = {
         one: build_library(_emit(scheduled_plan(general, one, model.schedules.get(one)), name))
         for one in model.libraries
@@ -320,7 +317,7 @@ def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     model_info = replace(model.model_info, texts=texts)
     signature = with_state_parameters_of(model.signature, graph)
     saved = SavedModel(graph, signature, islands, model.coverage, model_info, libraries, schedules=model.schedules)
-    return _model(saved, planned.text(), artifact, hosts)
+    return _model(saved, artifact, hosts)
 
 
 def supported_isas() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from intaglio.ir import Graph, Schedule
+from intaglio.ir import Graph, Program, Schedule
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
 from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan
@@ -18,8 +18,6 @@ def scheduled_plan(
     return schedule_plan(plan, ISAS[isa], CacheSizes(*(caches or (sizes.l1, sizes.l2))), schedules)
 
 
-def plan_text_of(
-    graph: Graph, isa: str, schedules: Mapping[str, Schedule] | None, caches: tuple[int, int] | None
-) -> str:
-    """Return the text of the plan of a graph."""
-    return scheduled_plan(plan_graph(graph), isa, schedules, caches).text()
+def plan_text_of(graph: Graph, program: Program) -> str:
+    """Return the text of the plan that the program of a graph was printed from."""
+    return scheduled_plan(plan_graph(graph), program.isa, program.notes["schedules"], program.notes["caches"]).text()

@@ -30,6 +30,7 @@ NUMPY_TYPES = {"int32_t": np.int32, "float": np.float32, "double": np.float64}
 
 
 K = TypeVar("K")
+Spec = TypeVar("Spec", TileSpec, DepthwiseSpec)
 
 
 class Context:
@@ -81,17 +82,18 @@ class Context:
 
     def tiles(self, spec: TileSpec) -> str:
         """Return the name of the table of kernels up to the height of this one, indexed by height."""
-        self.kernels.append(spec)
-        if spec.family not in self.families:
-            self.families[spec.family] = self.isa.tiles(spec)
-        return spec.family
+        return self._table(spec, self.isa.tiles)
 
     def depthwise_tiles(self, spec: DepthwiseSpec) -> str:
         """Return the name of the table of depthwise kernels up to this size, indexed by rows and columns."""
+        return self._table(spec, depthwise_tiles)
+
+    def _table(self, spec: Spec, family_of: Callable[[Spec], KernelFamily]) -> str:
+        """Return the name of the table of a kernel's family, which is made once."""
         self.kernels.append(spec)
-        family = depthwise_tiles(spec)
-        self.families[family.name] = family
-        return family.name
+        if spec.family not in self.families:
+            self.families[spec.family] = family_of(spec)
+        return spec.family
 
     @property
     def largest_kernel(self) -> TileSpec | DepthwiseSpec | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
 Number = TypeVar("Number", int, float)
 
 
-class NumberArray(Sequence[Number], Generic[Number]):
+class NumberArray(Sequence[Number]):
     """Sequence of numbers that equals the tuple of them, and takes a quarter of its memory or less.
 
     Args:

@@ -95,7 +95,7 @@ def _pieces(arrays: Sequence[memoryview]) -> Iterator[tuple[memoryview, int]]:
 
 
 def _read_piece(number: int, piece: memoryview, start: int) -> bytes:
-    """Read a piece of a file and return its digest. The digest of a file that ends too early is a wrong one."""
+    """Read a piece of a file and return its digest, which is empty if the file ends before the piece does."""
     rest = piece
     while len(rest) and (count := os.preadv(number, [rest], start + len(piece) - len(rest))):
         rest = rest[count:]

@@ -62,12 +62,12 @@ class QuantizedModel(SavableModel):
         Raises:
             InputError: the model has no such text; the error lists those it has.
         """
-        texts, missing = self.model_info.texts, {"corrections": "no corrections\n"}
-        stages = dict.fromkeys((*texts, *missing))
+        texts = self.model_info.texts
+        stages = dict.fromkeys((*texts, "corrections"))
         if stage not in stages:
             problem = f"{stage!r} is not a stage; allowed are {', '.join(stages)}"
             raise InputError("text", None, problem, remedy=did_you_mean(stage, stages))
-        return texts[stage] if stage in texts else missing[stage]
+        return texts.get(stage, "no corrections\n")
 
     @check_arguments
     def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:

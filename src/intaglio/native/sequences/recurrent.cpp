@@ -6,7 +6,7 @@
 #include "products/row_scale.h"
 #include "sequences/rows.h"
 
-// Arrays of a layer in scratch memory.
+// Arrays of a layer in scratch memory. In the first layer, `y_scales` are those of x if all its rows have one scale.
 struct Working {
     float *of_x, *y, *y_scales, *of_h, *hidden, *cell, *h_scales;
     uint8_t *y_quantized, *h_quantized;
