@@ -19,6 +19,7 @@ from intaglio.calibration import (
 from intaglio.errors import CalibrationError, InputError, IntaglioError
 from intaglio.ir import QParams
 from intaglio.patterns import builtin
+from intaglio.quant.calibrate.float_run import channels_last
 from intaglio.stages import Quantizer, Ranges
 from support import nets
 from support.lowering import sqnr
@@ -85,7 +86,8 @@ def test_with_its_parameters_a_region_gives_what_the_reference_model_gives():
         return {}
 
     Calibrator(prepared(Watching(settle)), DATA).calibrate()
-    assert all(torch.equal(mine, reference(data)) for mine, data in zip(found, DATA, strict=True))
+    images = [channels_last(data) for data in DATA]  # float convolutions round differently in another memory format
+    assert all(torch.equal(mine, reference(image)) for mine, image in zip(found, images, strict=True))
     assert len(found) == len(DATA)
 
 
