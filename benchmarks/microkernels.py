@@ -67,15 +67,15 @@ PUBLIC double kernels_multiply(int64_t count) {
 
 // One panel of channels over one line of pixels, of `bytes` activations each; `size` pixels by channels are a tile.
 PUBLIC double kernels_matmul(int64_t kernel, const int64_t* v, int64_t calls) {
-    const int64_t pixels = v[0], channels = v[1], bytes = v[2], item = v[3], rows = v[4];
+    const int64_t pixels = v[0], channels = v[1], bytes = v[2], item = v[3], rows = v[4], pixel = v[16];
     struct Matmul m = {};
-    m.in = image((uint8_t*)v[5], 1, 1, pixels, bytes, 0, 0);
+    m.in = image((uint8_t*)v[5], 1, 1, pixels, pixel, 0, 0);
     m.out = image((uint8_t*)v[6], 1, 1, pixels, channels * item, 0, 0);
     m.stride_y = m.stride_x = m.panels = m.flat = 1;
     m.blocks = channels / 16, m.out_bytes = item, m.rows = rows, m.chunk_bytes = 1 << 20;
     m.mask = m.last_mask = channels < 64 ? (1ll << channels) - 1 : -1;
     m.kernels = m.last_kernels = tile_tables[kernel];
-    m.tile.a_pixel = bytes, m.tile.tap_rows = m.tile.taps = 1, m.tile.run = bytes / 4;
+    m.tile.a_pixel = pixel, m.tile.tap_rows = m.tile.taps = 1, m.tile.run = bytes / 4;
     m.tile.b = (const int8_t*)v[7], m.tile.bias = (const int32_t*)v[8], m.tile.factor = (const float*)v[9];
     m.tile.limits = (const struct Limits*)v[10], m.tile.out_pixel = channels * item;
     m.tile.table = (const uint8_t*)v[12];
@@ -157,7 +157,7 @@ def built(isa: Isa, tiles: Sequence[TileSpec], depthwise: Sequence[DepthwiseSpec
     units = kernel_units({family.name: family for family in families}.values(), isa.name)
     text = "\n".join(
         [
-            '#include "products/depthwise.h"',
+            '#include "layers/depthwise.h"',
             *dict.fromkeys(family.declaration for family in families),
             *table("TileKernel", "tile_tables", [spec.family for spec in tiles]),
             *table("DepthwiseKernel", "depthwise_tables", [spec.family for spec in depthwise]),
@@ -174,7 +174,8 @@ def table(kind: str, name: str, families: Sequence[str]) -> Iterator[str]:
 
 def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
     (rows, channels), memory = spec.tile, Memory()
-    tiles = max(1, min(MOST_TILES, INPUT_BYTES // (rows * summed)))
+    pixel = summed * (2 if spec.widened else 1)
+    tiles = max(1, min(MOST_TILES, INPUT_BYTES // (rows * pixel)))
     pixels, item, zero = rows * tiles, 1 if spec.result in PACKED_RESULTS else 4, 0 if spec.saturates else 128
     values = [
         pixels,
@@ -182,7 +183,7 @@ def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
         summed,
         item,
         rows,
-        memory.random(pixels * summed, np.uint8, 0, 256),
+        memory.random(pixels * pixel, np.uint8, 0, 256),
         memory.random(pixels * channels * item, np.uint8, 0, 1),
         memory.random(summed * channels, np.int8, -127, 128),
         memory.random(channels, np.int32, -4000, 4000),
@@ -195,6 +196,7 @@ def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
             for has in (spec.remainder, spec.residual_remainder)
         ),
         memory.hold(np.ones(pixels, np.float32)),
+        pixel,
     ]
     return Case(spec.name, summed, pixels * channels, timer(library.kernels_matmul, index, values), memory)
 

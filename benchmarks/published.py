@@ -75,7 +75,7 @@ PACKAGES = {
 """Package of an engine, and its name; intaglio runs in PyTorch."""
 NO_SHARED_CACHE_NS = 300
 """Latency between two cores from which they share no cache."""
-CORES = {(25, 17): "Zen 4", (26, 2): "Zen 5", (6, 167): "AMX"}
+CORES = {(25, 1): "Zen 3", (25, 17): "Zen 4", (26, 2): "Zen 5", (6, 167): "AMX"}
 """Microarchitecture, or the extension that its kernels use, by family and model of the processor."""
 NOT_MEASURED = "–"
 
@@ -156,24 +156,27 @@ def idle_runs(lines: Iterable[dict[str, Any]]) -> list[Run]:
 
 
 def all_runs() -> list[Run]:
-    """Races on processors without AMX, which most tables are about, but for those of `zen5_runs`."""
-    return [run for run in _idle_races() if not run.has_amx and not _is_zen5_run(run)]
+    """Races on processors with AVX512-VNNI and without AMX, which most tables are about, but for those of a table with
+    both settings of OpenVINO (`runs_on`)."""
+    others = [run for run in _idle_races() if not run.has_amx and run.core_kind != "Zen 3"]
+    return [run for run in others if not _is_run_on(run, "Zen 5")]
 
 
-def zen5_runs() -> list[Run]:
-    """The newest race on a Zen 5 of each network, batch size and number of threads, with and without a shared cache."""
+def runs_on(kind: str) -> list[Run]:
+    """The newest race, on cores of a kind, of each network, batch size and number of threads, with and without a shared
+    cache, that has both settings of OpenVINO."""
     order = list(NETWORKS.values())
     newest = {
         (run.batch, -run.threads, order.index(run.title), run.shares_no_cache): run
         for run in sorted(_idle_races(), key=lambda run: run.date)
-        if _is_zen5_run(run)
+        if _is_run_on(run, kind)
     }
     return [newest[key] for key in sorted(newest)]
 
 
-def _is_zen5_run(run: Run) -> bool:
-    """Return whether a race ran on a Zen 5 and has both settings of OpenVINO, as the table of Zen 5 needs."""
-    return run.core_kind == "Zen 5" and run.best_ms.keys() >= OPENVINO_SETTINGS
+def _is_run_on(run: Run, kind: str) -> bool:
+    """Return whether a race ran on cores of a kind and has both settings of OpenVINO."""
+    return run.core_kind == kind and run.best_ms.keys() >= OPENVINO_SETTINGS
 
 
 def behind_operators_runs() -> list[Run]:
@@ -297,19 +300,19 @@ AMX_ENGINES = {
 
 
 OPENVINO_SETTINGS = {"openvino_int8_default", "openvino_int8"}
-ZEN5_ENGINES = {**AMX_ENGINES, "torchao": "torchao int8", "zentorch": "zentorch int8, per token"}
+ZEN_ENGINES = {**AMX_ENGINES, "torchao": "torchao int8", "zentorch": "zentorch int8, per token"}
 
 
-def zen5_table(runs: list[Run]) -> str:
-    """Milliseconds per call on a Zen 5, the share of the limit, and the latency between the cores."""
-    head = ("network", "batch", "threads", "intaglio", *ZEN5_ENGINES.values(), "fastest other / intaglio")
+def zen_table(runs: list[Run]) -> str:
+    """Milliseconds per call on a Zen 3 or a Zen 5, the share of the limit, and the latency between the cores."""
+    head = ("network", "batch", "threads", "intaglio", *ZEN_ENGINES.values(), "fastest other / intaglio")
     rows = (
         (
             run.title,
             str(run.batch),
             str(run.threads),
-            *(milliseconds(run, engine) for engine in ("intaglio", *ZEN5_ENGINES)),
-            f"{nearest(run, ZEN5_ENGINES):.2f}",
+            *(milliseconds(run, engine) for engine in ("intaglio", *ZEN_ENGINES)),
+            f"{nearest(run, ZEN_ENGINES):.2f}",
             share_of_limit(run),
             run.core_latency,
         )
@@ -429,7 +432,7 @@ def claim(runs: list[Run]) -> str:
     ratios = {run.title: nearest(run, INT8) for run in shown}
     low, high = (select(ratios, key=ratios.__getitem__) for select in (min, max))
     amx = [nearest(run, AMX_ENGINES) for run in amx_runs() if run.batch == 1]
-    zen5 = [nearest(run, ZEN5_ENGINES) for run in zen5_runs() if (run.batch, run.threads) == (1, 2)]
+    zen5 = [nearest(run, ZEN_ENGINES) for run in runs_on("Zen 5") if (run.batch, run.threads) == (1, 2)]
     compiled = [run.relative("inductor") for run in float_runs(runs) if "inductor" in run.best_ms]
     return (
         f"At batch 1 on two cores, the fastest other int8 engine takes {ratios[low]:.2f} ({low}) to "
@@ -457,7 +460,8 @@ TABLES = {
     "batch1_threads1": lambda: with_source(int8_runs(all_runs(), 1, 1)),
     "batch16_threads2": lambda: with_source(int8_runs(all_runs(), 16, 2)),
     "batch16_threads1": lambda: with_source(int8_runs(all_runs(), 16, 1)),
-    "zen5": lambda: f"{zen5_table(zen5_runs())}\n\n{source(zen5_runs())}",
+    "zen3": lambda: f"{zen_table(runs_on('Zen 3'))}\n\n{source(runs_on('Zen 3'))}",
+    "zen5": lambda: f"{zen_table(runs_on('Zen 5'))}\n\n{source(runs_on('Zen 5'))}",
     "behind_operators": lambda: with_source(behind_operators_runs()),
     "amx": lambda: f"{amx_table(amx_runs())}\n\n{source(amx_runs())}",
     "once": once_table,

@@ -74,14 +74,16 @@ def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case
     zero_points, bounds = draw.choice([0, 1, 128, 254, 255], 3), np.sort(draw.integers(0, 256, 2))
     if spec.saturates:
         zero_points[1:], bounds = 0, np.array([0, 255])
-    inputs = int(draw.integers(1, 70))
+    inputs, step = int(draw.integers(1, 70)), 4 if spec.row_taps > 1 or spec.widened else 1
     return Case(
         images=2,
         height=3,
         width=spec.rows * (1 + seed) + 2,
         taps=(1 if spec.row_taps == 1 else 2, 3),
         row_taps=spec.row_taps,
-        per_group=inputs if spec.row_taps == 1 else 4 * (-(-inputs // 4)),
+        per_group=-(-inputs // step) * step,
+        widened=spec.widened,
+        always_widened=spec.widened,
         per_group_out=16 * spec.blocks * panels - missing,
         zero_points=tuple(map(int, zero_points)),
         bounds=(0, 255) if seed % 2 else tuple(map(int, bounds)),
@@ -142,6 +144,27 @@ def test_threads_and_blocking_do_not_change_a_bit(isa):
             for chunk in (1, 1000, 1 << 30):
                 schedule = {"threads": threads, "split_channels_below": split, "chunk_bytes": chunk}
                 assert np.array_equal(run(isa, replace(case, **schedule), drawn).values, drawn.expected), schedule
+
+
+@pytest.mark.parametrize("isa", [isa for isa in TESTED_ISAS if ISAS[isa].widens])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"per_group": 40, "width": 1700},
+        {"per_group": 40, "width": 1700, "padding": (1, 1, 1, 1), "taps": (3, 3)},
+        {"per_group": 64, "width": 300, "height": 9, "stride": (2, 2), "padding": (1, 1, 1, 1), "taps": (3, 3)},
+        {"per_group": 8, "groups": 4, "width": 70},
+        {"per_group": 6, "width": 70},
+    ],
+    ids=["chunks of a line", "too large a line", "chunks of lines", "groups", "channels of no whole step"],
+)
+def test_inputs_of_any_size_are_widened_or_multiplied_as_they_are(isa, sizes):
+    case = Case(widened=True, per_group_out=40, rows=ISAS[isa].max_tile_rows[1], zero_points=(3, 5, 0), **sizes)
+    drawn = case_data(case)
+    for threads, split in ((1, 0), (2, 0), (3, 1 << 40)):
+        result = run(isa, replace(case, threads=threads, split_channels_below=split), drawn)
+        assert np.array_equal(result.values, drawn.expected)
+        assert not result.stray
 
 
 @pytest.mark.parametrize(("isa", "result"), [case for case in TESTED_RESULTS if ISAS[case[0]].has_setup])

@@ -430,7 +430,7 @@ def child_status(check) -> int:
 
 
 def test_units_that_were_built_ahead_are_not_compiled_again(fresh_cache, monkeypatch):
-    units = library_units('#include "products/matmul.h"\n')
+    units = library_units('#include "layers/matmul.h"\n')
     place = {"isa": machine.isas()[0], "toolchain": find_toolchain("units"), "folder": fresh_cache / "kernels"}
     build_units(units, **place)
     built = sorted((fresh_cache / "kernels").glob("library_*.o"))

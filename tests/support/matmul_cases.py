@@ -19,7 +19,7 @@ from support.matmul_library import HAS_VBMI, SLACK, Image, Memory, kernels
 CANARY = 0xA5
 MARGIN = 256
 LINE_PIXELS = 16
-"""Pixels of a line that is part of a tile, at most, as in native/products/matmul.h."""
+"""Pixels of a line that is part of a tile, at most, as in native/layers/matmul.h."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Case:
     beyond what padding needs. ``behind``: bytes of canaries after the result; after those a page that cannot be
     touched. ``exponent``: factors are about 2^exponent; ``None`` spreads the quantized values. ``extreme``: activations
     0 or 255, weights +-127, biases up to 2^30. ``int4``: weights have 4 bits and a multiple for each group; extreme
-    ones are -8 or 7 times 15. ``row_taps``: taps of a row that the kernels compute together.
+    ones are -8 or 7 times 15. ``row_taps``: taps of a row that the kernels compute together. ``widened``: there are
+    kernels for widened input; ``always_widened``: there are no others.
     """
 
     images: int = 1
@@ -52,6 +53,8 @@ class Case:
     extreme: bool = False
     int4: bool = False
     row_taps: int = 1
+    widened: bool = False
+    always_widened: bool = False
     result: str = "u8"
     blocks: int = 1
     rows: int = 1
@@ -248,12 +251,18 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
     full, last = (
         [TileSpec(rows, blocks, case.result, *marks) for rows in heights] for blocks in (plan.blocks, plan.last_blocks)
     )
+    first_panels = full if plan.panels > 1 else last
     assert LINE_PIXELS * case.lines <= case.rows, "a tile of so many lines has no kernel"
     library = kernels(isa)
-    tables = library.heights(full if plan.panels > 1 else last), library.heights(last)
+    tables = {"kernels": library.heights(first_panels), "last_kernels": library.heights(last)}
+    if case.widened:
+        for name, specs in (("widened_kernels", first_panels), ("widened_last_kernels", last)):
+            tables[name] = library.heights([replace(spec, widened=True) for spec in specs])
+    if case.always_widened:
+        del tables["kernels"], tables["last_kernels"]
     first = np.array(plan.first, np.int32)
     fields = _fields(case, given, plan, images["in"]) | _operands(case, given, plan)
-    fields |= {"kernels": _address(tables[0]), "last_kernels": _address(tables[1])}
+    fields |= {name: _address(table) for name, table in tables.items()}
     if case.table != "none":
         table = memory("table").hold(table_of(case)[np.clip(np.arange(256), *case.bounds)])
         fields["tile.table" if case.table == "kernel" else "table.entries"] = table
@@ -393,6 +402,7 @@ def cases(draw, isa: str, results: tuple[str, ...] | None = None) -> Case:
         lines=draw(st.integers(0, rows // LINE_PIXELS)) if ISAS[isa].has_setup else 0,
         keeps_setup=draw(st.booleans()),
         guard=draw(st.booleans()),
+        widened=ISAS[isa].widens and draw(st.booleans()),
         threads=draw(st.integers(1, 3)),
         split_channels_below=draw(st.sampled_from([0, 1 << 40])),
         chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])),

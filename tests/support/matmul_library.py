@@ -66,6 +66,8 @@ NUMBERS = (
     "last_mask",
     "kernels",
     "last_kernels",
+    "widened_kernels",
+    "widened_last_kernels",
     "split_channels_below",
     "chunk_bytes",
     "tile.a_pixel",
@@ -210,7 +212,8 @@ def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
     return "\n".join(
         [
             '#include "elementwise/lookup.h"',
-            '#include "products/matmul.h"',
+            '#include "layers/matmul.h"',
+            '#include "layers/widened.h"',
             layout_checks(),
             depthwise_checks(),
             *declarations,

@@ -1,4 +1,4 @@
-"""Pack 4-bit weights in the order in which GEMM kernels read them; native/products/int4_weights.h has the layout."""
+"""Pack 4-bit weights in the order in which GEMM kernels read them; native/layers/int4_weights.h has the layout."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from intaglio.ops.loop_ops.primitives import primitive
 MAX_HEAD_CHANNELS = 4096
 """Maximum number of channels of a head's result.
 
-Its tallest tile fits ``WEIGHED_BYTES`` of native/products/weighed_matmul.cpp, and its terms fit ``TERMS`` of
+Its tallest tile fits ``WEIGHED_BYTES`` of native/layers/weighed_matmul.cpp, and its terms fit ``TERMS`` of
 native/elementwise/pair.cpp.
 """
 

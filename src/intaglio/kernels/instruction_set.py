@@ -54,7 +54,7 @@ class Isa:
         tile: Prints one GEMM kernel.
         join: Prints a family from the texts of its kernels.
         depthwise: Prints one depthwise kernel; ``None`` if the library computes depthwise convolutions
-            without microkernels (native/products/depthwise.h).
+            without microkernels (native/layers/depthwise.h).
         lookup_condition: C expression that tells whether this machine supports kernels with lookup tables; empty
             without such kernels.
         has_setup: Kernels configure registers, and keep the configuration in a `struct TileSetup`.
@@ -65,6 +65,7 @@ class Isa:
         fast_tile_rows: Number of tile rows, for each number of blocks, that take the least time for each row with
             weights in the first-level cache; empty where these are the maximum.
         row_taps: Taps of a row that kernels can compute together (`joins_row_taps`); 1 without such kernels.
+        widens: Every kernel for weights of 8 bits has a variant for activations that were widened to 16 bits.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Isa:
     split_channels_below: int = LARGEST_SIZE
     fast_tile_rows: Mapping[int, int] = field(default_factory=dict)
     row_taps: int = 1
+    widens: bool = False
 
     @property
     def blocks(self) -> int:
@@ -112,6 +114,8 @@ class Isa:
                     yield spec
                     if self.joins_row_taps(spec):
                         yield replace(spec, row_taps=self.row_taps)
+                    if self.widens:
+                        yield replace(spec, widened=True)
 
     def joins_row_taps(self, spec: TileSpec) -> bool:
         """Return whether there is a kernel like this one that computes the taps of a row together."""

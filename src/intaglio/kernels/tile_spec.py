@@ -64,7 +64,7 @@ LIMITS_FIELDS = {
 
 INT4_GROUP, INT4_CHANNELS, INT4_MULTIPLES = 32, 64, 16
 """Input channels that share a multiple in panels of 4-bit weights; input channels of a line of a panel; bytes of the
-multiples of a line for each block. Constants with these names in native/products/int4_weights.h."""
+multiples of a line for each block. Constants with these names in native/layers/int4_weights.h."""
 
 STREAMED_ROWS = 3
 """Rows up to which a kernel takes the time of reading its weights, all of which it then prefetches."""
@@ -102,6 +102,7 @@ class TileSpec:
         int4: Weights have 4 bits, with a multiple for each group of ``INT4_GROUP`` input channels of an output channel.
         row_taps: Taps of a row whose products are computed together, so that every pixel is read once; 1 if taps are
             computed one after the other. The pixels of a tap must be the neighbours of those of the tap before it.
+        widened: Activations were widened to 16 bits in memory (native/layers/widened.cpp).
     """
 
     rows: int
@@ -114,6 +115,7 @@ class TileSpec:
     residual_remainder: bool = False
     int4: bool = False
     row_taps: int = 1
+    widened: bool = False
 
     @property
     def name(self) -> str:
@@ -136,6 +138,7 @@ class TileSpec:
             "of_rest": self.residual_remainder,
             "int4": self.int4,
             f"taps{self.row_taps}": self.row_taps > 1,
+            "widened": self.widened,
         }
         return "".join(f"_{mark}" for mark, has in marks.items() if has)
 

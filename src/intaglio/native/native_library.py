@@ -27,7 +27,7 @@ QUANTIZING = ("statistics", "squared_sums", "weight_columns", "row_errors", "sca
 SOURCE = "".join(f'#include "base/{name}.cpp"\n' for name in ("pool", "openmp", "planes")) + "".join(
     f'#include "quantizing/{name}.cpp"\n' for name in QUANTIZING
 )
-USUAL_HEADERS = '#include "products/matmul.h"\n#include "elementwise/activation.h"\n#include "sequences/attention.h"\n'
+USUAL_HEADERS = '#include "layers/matmul.h"\n#include "elementwise/activation.h"\n#include "sequences/attention.h"\n'
 """Includes of the parts of the library that most programs are linked with."""
 
 

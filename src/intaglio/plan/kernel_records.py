@@ -21,6 +21,8 @@ class TiledKernel:
         flat: All output pixels of all images are contiguous in memory.
         int4: Tile that expands 4-bit weights in registers, for calls with at most as many rows as it has; with more
             rows, panels of weights are expanded to int8 in memory. ``None`` for int8 weights.
+        widens: The input is widened to 16 bits before all panels of weights are multiplied by it, where the sizes in
+            memory allow this.
     """
 
     tile: TileSpec
@@ -28,10 +30,12 @@ class TiledKernel:
     looks_up: bool
     flat: bool
     int4: TileSpec | None = None
+    widens: bool = False
 
     def text(self) -> str:
         """Return the kernel's name and how it is used."""
         more = [", looks results up"] * self.looks_up + [", all pixels in one line"] * self.flat
+        more += [", input widened to 16 bits"] * self.widens
         if self.int4 is not None:
             more.append(f", 4-bit weights, {self.int4.name} for up to {self.int4.rows} rows")
         return self.tile.name + "".join(more)

@@ -13,7 +13,7 @@ from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops
 from intaglio.plan.scheduling.convolution_pieces import Piece
 
 CHANNELS = 64
-"""Channels of a block, after which an epilogue gets the results (native/products/depthwise.h)."""
+"""Channels of a block, after which an epilogue gets the results (native/layers/depthwise.h)."""
 
 
 def pack_depthwise(weight: np.ndarray, spec: DepthwiseSpec) -> np.ndarray:
@@ -64,7 +64,7 @@ class Layer:
 
 def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoops, context: Context) -> str:
     """Print code that fills the kernel's arguments `d`, and return the name of the function that runs it."""
-    context.include("products/depthwise.h")
+    context.include("layers/depthwise.h")
     if isinstance(kernel, DepthwiseLoops):
         _emit_plain(code, layer, context)
         return "depthwise_plain"

@@ -33,7 +33,7 @@ def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
     def pack() -> np.ndarray:
         return np.concatenate([pack_panels(part) for part in np.split(constants[weight], experts)])
 
-    context.include("products/linear_f32.h")
+    context.include("layers/linear_f32.h")
     code(f'static_assert(PANEL_F32 == {F32_PANEL}, "panels");')
     code("struct FloatLinear q = {};")
     code(f"q.x = (const float*){context.strided(x)[0]}, q.y = (float*){context.strided(op.output)[0]};")

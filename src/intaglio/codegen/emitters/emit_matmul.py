@@ -79,8 +79,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     anchor, schedule = partition.anchor, context.plan.schedules[partition.output]
     count = weights_of(anchor, context.graph)
     plan = _packing(anchor, piece, kernel, count)
-    kernels, last_kernels = _kernels(context, plan, kernel.tile)
-    context.include("products/int4_weights.h" if kernel.int4 else "products/matmul.h")
+    context.include("layers/int4_weights.h" if kernel.int4 else "layers/matmul.h")
     code("struct Matmul m = {};")
     code(f"m.in = {_source(partition, context)};")
     if partition.epilogue is None:
@@ -93,10 +92,10 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     _operands(code, partition, context, plan, piece, kernel, count)
     code(f"""
         m.flat = {int(kernel.flat)}, m.rows = {schedule.tile_rows};
-        m.kernels = {kernels}, m.last_kernels = {last_kernels};
         m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
     """)
+    _tiles(code, context, plan, kernel)
     if kernel.int4:
         _int4_weights(code, context, plan, kernel.int4, partition.output)
     if kernel.looks_up:
@@ -118,11 +117,20 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     elif partition.head is None:
         code("matmul(&m, thread, threads);")
     else:
-        context.include("products/weighed_matmul.h")
+        context.include("layers/weighed_matmul.h")
         fill_pair(code, partition.head, context)
         code("matmul_weighed(&m, &p, thread, threads);")
     if context.isa.has_setup:
         code("release_tiles(&setup);")
+
+
+def _tiles(code: Code, context: Context, plan: PanelPacking, kernel: TiledKernel) -> None:
+    """Print the microkernels of a tiled product, also those for widened input."""
+    kernels, last_kernels = _kernels(context, plan, kernel.tile)
+    code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")
+    if kernel.widens:
+        kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, widened=True))
+        code(f"m.widened_kernels = {kernels}, m.widened_last_kernels = {last_kernels};")
 
 
 def _int4_weights(code: Code, context: Context, plan: PanelPacking, tile: TileSpec, output: str) -> None:

@@ -17,10 +17,24 @@ Pair = tuple[str, str]
 """Registers with the sums of a pixel: channels 0 to 7, and 8 to 15."""
 
 
-PIXEL_ADDRESSES = ("(%rax)", "(%rax,%rbx)", "(%rax,%rbx,2)", "(%rax,%r15)")
-"""Addresses of the activations of up to four pixels."""
+PIXEL_ADDRESSES = (
+    "(%rax)",
+    "(%rax,%rbx)",
+    "(%rax,%rbx,2)",
+    "(%rbp)",
+    "(%rbp,%rbx)",
+    "(%rbp,%rbx,2)",
+    "(%rbp,%r15)",
+)
+"""Addresses of the activations of up to seven pixels; rbp points to those of the fourth."""
 EPILOGUE_CONSTANTS = {**REMAINDER_CONSTANTS, "intaglio_pixels": "    .long 0,4,1,5,2,6,3,7\n"}
 """Constants that the epilogue reads: those of `split`, and the order of dwords that separates two packed pixels."""
+
+
+def pixel_pointers(rows: int) -> dict[str, str]:
+    """Return the registers that point to activations, with the lines that set them at the start of a tap."""
+    lines = {"%rax": "mov %rdx,%rax", "%rbp": "lea (%rdx,%r15),%rbp"}
+    return lines if rows > 3 else {"%rax": lines["%rax"]}
 
 
 def load_biases(pixels: Sequence[Pair]) -> list[str]:

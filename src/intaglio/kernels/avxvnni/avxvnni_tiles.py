@@ -19,7 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from intaglio.kernels.assembly import family_text, field, tap_loops, tile_function
-from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, Pair, epilogue, load_biases
+from intaglio.kernels.avx2.ymm_epilogue import (
+    EPILOGUE_CONSTANTS,
+    PIXEL_ADDRESSES,
+    Pair,
+    epilogue,
+    load_biases,
+    pixel_pointers,
+)
 from intaglio.kernels.avx2.ymm_int4 import YMM_INT4_CONSTANTS, YMM_INT4_REGISTERS, YMM_INT4_TILE_ROWS
 from intaglio.kernels.avxvnni.avxvnni_int4 import AvxVnniInt4Kernel
 from intaglio.kernels.instruction_set import Isa, KernelFamily
@@ -36,15 +43,6 @@ Epilogue: rax limits, r8 factors, rdx result, rcx residual operand, r9 its facto
 channels to write. ymm0 scratch, ymm1 zero point of the residual operand, ymm2-3 bounds.
 """
 WEIGHTS, ACTIVATIONS, OTHER_WEIGHTS = "%ymm0", "%ymm1", "%ymm2"
-PIXEL_OPERANDS = (
-    "(%rax)",
-    "(%rax,%rbx)",
-    "(%rax,%rbx,2)",
-    "(%rbp)",
-    "(%rbp,%rbx)",
-    "(%rbp,%rbx,2)",
-    "(%rbp,%r15)",
-)
 STEPS = 4
 """Number of steps between two jumps. Additions to pointers take turns of the units that execute vpdpbusd; on a Xeon,
 tiles of 7 pixels reached 78 % of the peak with one step, 87 % with two and 94 % with four, with weights in the
@@ -58,9 +56,8 @@ def emit(spec: TileSpec) -> str:
     if spec.int4:
         return AvxVnniInt4Kernel(spec).text()
     pixels = [(f"%ymm{15 - 2 * i}", f"%ymm{14 - 2 * i}") for i in range(spec.rows)]
-    pointers = ("%rax", "%rbp")[: 1 + (spec.rows > 3)]
-    start = ["mov %rdx,%rax", "lea (%rdx,%r15),%rbp"][: len(pointers)]
-    one, several = (_steps(pixels, pointers, count) for count in (1, STEPS))
+    pointers = pixel_pointers(spec.rows)
+    one, several = (_steps(pixels, list(pointers), count) for count in (1, STEPS))
     if spec.rows <= STREAMED_ROWS:
         ahead, prefetches = [], [f"prefetchnta {STREAM_AHEAD + 64 * step}(%rsi)" for step in range(STEPS)]
     else:
@@ -69,7 +66,7 @@ def emit(spec: TileSpec) -> str:
         ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%r8", f"addq $64,{field('ahead')}"]
         prefetches = ["prefetcht1 (%rsi,%r8)"]
     several[:0] = prefetches
-    lines = [*load_biases(pixels), *ahead, *tap_loops(start, one, several, STEPS)]
+    lines = [*load_biases(pixels), *ahead, *tap_loops([*pointers.values()], one, several, STEPS)]
     if spec.rows < AVXVNNI_MAX_TILE_ROWS[1]:
         return tile_function(spec, [*lines, *epilogue(spec, pixels)])
     lines += [f"vmovdqu {sums},{address}" for sums, address in zip(pixels[-1], BELOW_STACK, strict=True)]
@@ -85,7 +82,7 @@ def _steps(pixels: Sequence[Pair], pointers: Sequence[str], count: int) -> list[
         if len(pixels) < AVXVNNI_MAX_TILE_ROWS[1]:
             lines += [f"vmovdqu {other},{OTHER_WEIGHTS}"]
             other = OTHER_WEIGHTS
-        for address, (low, high) in zip(PIXEL_OPERANDS, pixels, strict=False):
+        for address, (low, high) in zip(PIXEL_ADDRESSES, pixels, strict=False):
             lines += [f"vpbroadcastd {4 * step}{address},{ACTIVATIONS}"]
             lines += [f"{{vex}} vpdpbusd {WEIGHTS},{ACTIVATIONS},{low}"]
             lines += [f"{{vex}} vpdpbusd {other},{ACTIVATIONS},{high}"]

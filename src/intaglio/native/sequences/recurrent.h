@@ -5,7 +5,7 @@
 #pragma once
 
 #include "base/library.h"
-#include "products/matmul.h"
+#include "layers/matmul.h"
 
 enum { MAX_DIRECTIONS = 2 };
 

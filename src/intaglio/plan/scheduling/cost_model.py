@@ -11,9 +11,9 @@ from intaglio.plan.plan_records import Step
 from intaglio.plan.scheduling.convolution_pieces import weight_shape, weights_of
 
 F32_PANEL = 64
-"""Output channels of a packed panel of float weights; ``PANEL_F32`` of native/products/linear_f32.h."""
+"""Output channels of a packed panel of float weights; ``PANEL_F32`` of native/layers/linear_f32.h."""
 F32_BLOCK = 48
-"""Rows that a thread takes at a time; ``BLOCK`` of native/products/linear_f32.h."""
+"""Rows that a thread takes at a time; ``BLOCK`` of native/layers/linear_f32.h."""
 
 
 def cost_of(step: Step, plan: Plan) -> Cost:

@@ -105,7 +105,15 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     )
     tile = replace(tile, row_taps=_row_taps(partition, piece, tile, isa))
     flat = is_flat(partition, plan.graph, plan.buffers)
-    return TiledKernel(tile, permuted, looks_up, flat, _int4_tile(partition, tile, plan.graph, isa)), reason
+    int4 = _int4_tile(partition, tile, plan.graph, isa)
+    widens = isa.widens and int4 is None and partition.head is None and _is_worth_widening(piece, tile)
+    return TiledKernel(tile, permuted, looks_up, flat, int4, widens), reason
+
+
+def _is_worth_widening(piece: Piece, tile: TileSpec) -> bool:
+    """Return whether more than one panel reads the input, and steps of 4 channels keep channels together."""
+    outputs, inputs, *_ = piece.shape
+    return outputs > 16 * tile.blocks and inputs % 4 == 0
 
 
 def _row_taps(partition: Partition, piece: Piece, tile: TileSpec, isa: Isa) -> int:

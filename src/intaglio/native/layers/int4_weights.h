@@ -6,7 +6,7 @@
 // step has the values plus 8 of input channels k (low half) and k + 4.
 #pragma once
 
-#include "products/matmul.h"
+#include "layers/matmul.h"
 
 enum { INT4_GROUP = 32, INT4_CHANNELS = 64, INT4_MULTIPLES = 16 };
 

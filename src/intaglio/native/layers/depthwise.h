@@ -4,7 +4,7 @@
 
 #include "base/image.h"
 #include "base/intrinsics.h"
-#include "products/matmul.h"
+#include "layers/matmul.h"
 #include "base/numerics.h"
 
 // A depthwise convolution by microkernels, in blocks of 64 channels.

@@ -1,6 +1,6 @@
 // Linear layers with 4-bit weights, see int4_weights.h.
 
-#include "products/int4_weights.h"
+#include "layers/int4_weights.h"
 
 #include "base/vectors.h"
 
@@ -52,7 +52,7 @@ LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, in
     struct Matmul one = *m;
     if (pixels <= w->rows) {
         one.kernels = w->kernels, one.last_kernels = w->last_kernels, one.rows = w->rows;
-        one.split_channels_below = pixels + 1;
+        one.split_channels_below = pixels + 1, one.widened_kernels = 0;
         matmul(&one, thread, threads);
         return;
     }

@@ -21,11 +21,12 @@ struct Matmul {
     int64_t mask, last_mask;         // bit masks of the channels of a full panel, and of the last one
     const TileKernel* kernels;       // for full panels, by height of a tile
     const TileKernel* last_kernels;  // for the last panel, by height of a tile
-    int64_t split_channels_below;    // with fewer output pixels, threads share panels instead of pixels
-    int64_t chunk_bytes;             // bytes of input that stay in cache while all panels are multiplied
-    struct ResultTable table;        // lookup table of the results; `look_up` may be null
-    struct Activation activation;    // activation function of the results; `run` may be null
-    struct Epilogue epilogue;        // `take` may be null; otherwise `out` has sizes, but no memory
+    const TileKernel *widened_kernels, *widened_last_kernels;  // the same, for widened input; null without such kernels
+    int64_t split_channels_below;  // with fewer output pixels, threads share panels instead of pixels
+    int64_t chunk_bytes;           // bytes of input that stay in cache while all panels are multiplied
+    struct ResultTable table;      // lookup table of the results; `look_up` may be null
+    struct Activation activation;  // activation function of the results; `run` may be null
+    struct Epilogue epilogue;      // `take` may be null; otherwise `out` has sizes, but no memory
 };
 
 // Compute this thread's part of the layer.

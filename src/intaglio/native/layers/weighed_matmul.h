@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "products/matmul.h"
+#include "layers/matmul.h"
 #include "elementwise/pair.h"
 
 // Compute this thread's part of a convolution whose input is the product `weighed`. No step computes that product: each

@@ -1,6 +1,6 @@
 // A 1x1 convolution with scaled input channels, see weighed_matmul.h.
 
-#include "products/weighed_matmul.h"
+#include "layers/weighed_matmul.h"
 
 enum {
 #if defined(__AMX_INT8__)

@@ -1,6 +1,8 @@
 // Loops around the microkernels of convolutions and linear layers, see matmul.h.
 
-#include "products/matmul.h"
+#include "layers/matmul.h"
+
+#include "layers/widened.h"
 
 // Return how many lines from line y on a tile takes as its parts; `left` tiles remain, one for each line.
 static inline int32_t lines_of_tile(const struct Matmul* m, int64_t tiles, int64_t width, int64_t y, int64_t left) {
@@ -106,6 +108,10 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
 }
 
 LIBRARY void matmul(const struct Matmul* m, int thread, int threads) {
+    if (can_widen(m)) {
+        matmul_widened(m, thread, threads);
+        return;
+    }
     const int64_t pixels = m->out.images * m->out.height * m->out.width;
     const int64_t lines = m->flat ? 1 : m->out.images * m->out.height, width = m->flat ? pixels : m->out.width;
     if (!pixels) return;

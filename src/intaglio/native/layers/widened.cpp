@@ -1,0 +1,93 @@
+// Products of widened input, see widened.h.
+
+#include "layers/widened.h"
+
+enum { WIDENED_BYTES = 1 << 16 };  // of input that is widened at a time
+
+// Widen four values after the other to 16 bits: the even ones, which kernels multiply first, then the odd ones.
+static __attribute__((noinline)) void widen(const uint8_t* from, int64_t bytes, uint64_t* to) {
+    for (int64_t i = 0; i < bytes / 4; ++i) {
+        uint32_t four;
+        memcpy(&four, from + 4 * i, sizeof four);
+        to[i] = (uint64_t)(four & 0x00ff00ff) | (uint64_t)(four & 0xff00ff00) << 24;
+    }
+}
+
+// Bytes of an input.
+struct Extent {
+    const uint8_t* from;
+    int64_t bytes;
+};
+
+// Return the input of tiles first to last (exclusive): that of whole lines, unless all pixels are one line.
+static struct Extent input_of(const struct Matmul* m, int64_t first, int64_t last, int64_t tiles, int64_t width) {
+    const struct Tile* t = &m->tile;
+    int64_t reach = (t->tap_rows - 1) * t->a_row + (t->taps - 1) * t->a_tap + 4 * t->run;
+    if (m->first_channel) {
+        int64_t furthest = 0;
+        for (int64_t panel = 0; panel < m->panels; ++panel) furthest = at_least(furthest, m->first_channel[panel]);
+        reach += furthest;
+    }
+    if (m->flat) {
+        const int64_t least = width / tiles, longer = width % tiles;
+        const int64_t begin = first * least + at_most(first, longer), end = last * least + at_most(last, longer);
+        const uint8_t* from = at(&m->in, 0, -m->top, -m->left) + begin * t->a_pixel;
+        return (struct Extent){from, (end - 1 - begin) * t->a_pixel + reach};
+    }
+    const int64_t begin = first / tiles, end = (last - 1) / tiles, height = m->out.height;
+    const uint8_t *from = at(&m->in, begin / height, begin % height * m->stride_y - m->top, -m->left),
+                  *to = at(&m->in, end / height, end % height * m->stride_y - m->top, -m->left);
+    return (struct Extent){from, to - from + (width - 1) * t->a_pixel + reach};
+}
+
+// Return whether every step of 4 values begins a multiple of 4 bytes after the first one, so that they stay together.
+static int keeps_steps(const struct Matmul* m) {
+    int64_t all = m->tile.a_pixel;
+    if (m->tile.taps > 1) all |= m->tile.a_tap;
+    if (!m->flat || m->tile.tap_rows > 1) all |= m->in.line | m->in.image | m->tile.a_row;
+    for (int64_t panel = 0; m->first_channel && panel < m->panels; ++panel) all |= m->first_channel[panel];
+    return all % 4 == 0;
+}
+
+LIBRARY int can_widen(const struct Matmul* m) {
+    const int64_t pixels = m->out.images * m->out.height * m->out.width, width = m->flat ? pixels : m->out.width;
+    if (!m->widened_kernels || pixels < m->rows || !keeps_steps(m)) return 0;
+    return input_of(m, 0, 1, (width + m->rows - 1) / m->rows, width).bytes <= WIDENED_BYTES;
+}
+
+LIBRARY void matmul_widened(const struct Matmul* m, int thread, int threads) {
+    const int64_t pixels = m->out.images * m->out.height * m->out.width;
+    const int64_t lines = m->flat ? 1 : m->out.images * m->out.height, width = m->flat ? pixels : m->out.width;
+    const int64_t tiles = (width + m->rows - 1) / m->rows, total = lines * tiles;
+    // This thread's tiles: from `start` of panel `low` to `stop` (exclusive) of panel `high`; of panels between them,
+    // all tiles, or the same ones if threads divide pixels.
+    const int shares_panels = pixels < m->split_channels_below || total < threads;
+    int64_t low = 0, high = m->panels - 1, start, stop;
+    if (shares_panels) {
+        const int64_t first = first_unit(m, total, thread, threads), last = first_unit(m, total, thread + 1, threads);
+        if (first == last) return;
+        low = first / total, high = (last - 1) / total, start = first % total, stop = (last - 1) % total + 1;
+    } else {
+        start = shard_begin(total, thread, threads), stop = shard_begin(total, thread + 1, threads);
+    }
+    const int64_t begin = shares_panels && low < high ? 0 : start, end = shares_panels && low < high ? total : stop;
+    uint64_t widened[WIDENED_BYTES / 4] __attribute__((aligned(64)));
+    struct Matmul w = *m;
+    w.kernels = m->widened_kernels, w.last_kernels = m->widened_last_kernels, w.first_channel = 0;
+    w.in.pixel *= 2, w.in.line *= 2, w.in.image *= 2;
+    w.tile.a_pixel *= 2, w.tile.a_row *= 2, w.tile.a_tap *= 2;
+    const int64_t most = at_most(m->chunk_bytes / 2, WIDENED_BYTES);
+    for (int64_t first = begin, last; first < end; first = last) {
+        last = end;
+        while (last - first > 1 && input_of(m, first, last, tiles, width).bytes > most) last -= (last - first) / 2;
+        const struct Extent of = input_of(m, first, last, tiles, width);
+        widen(of.from, of.bytes, widened);
+        uint8_t* const base = (uint8_t*)widened - 2 * (of.from - m->in.base);
+        for (int64_t panel = low; panel <= high; ++panel) {
+            const int64_t from = panel == low ? at_least(first, start) : first,
+                          to = panel == high ? at_most(last, stop) : last;
+            w.in.base = base + (m->first_channel ? 2 * m->first_channel[panel] : 0);
+            if (from < to) matmul_span(&w, panel, from, to, tiles, width);
+        }
+    }
+}
