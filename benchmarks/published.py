@@ -432,13 +432,17 @@ def claim(runs: list[Run]) -> str:
     ratios = {run.title: nearest(run, INT8) for run in shown}
     low, high = (select(ratios, key=ratios.__getitem__) for select in (min, max))
     amx = [nearest(run, AMX_ENGINES) for run in amx_runs() if run.batch == 1]
-    zen5 = [nearest(run, ZEN_ENGINES) for run in runs_on("Zen 5") if (run.batch, run.threads) == (1, 2)]
+    zen3, zen5 = (
+        [nearest(run, ZEN_ENGINES) for run in runs_on(kind) if (run.batch, run.threads) == (1, 2)]
+        for kind in ("Zen 3", "Zen 5")
+    )
     compiled = [run.relative("inductor") for run in float_runs(runs) if "inductor" in run.best_ms]
     return (
         f"At batch 1 on two cores, the fastest other int8 engine takes {ratios[low]:.2f} ({low}) to "
         f"{ratios[high]:.2f} ({high}) times as long per call as intaglio, over {len(shown)} networks. On cores with "
         f"full 512-bit units (Zen 5) it takes {min(zen5):.2f} to {max(zen5):.2f} times as long, and on a processor "
-        f"with AMX {min(amx):.2f} to {max(amx):.2f} times as long, over {len(amx)} networks. PyTorch's "
+        f"with AMX {min(amx):.2f} to {max(amx):.2f} times as long, over {len(amx)} networks. On a processor without "
+        f"VNNI (Zen 3) it takes {min(zen3):.2f} to {max(zen3):.2f} times as long, over {len(zen3)} networks. PyTorch's "
         f"float32 models, compiled with `torch.compile`, take {min(compiled):.1f} to {max(compiled):.1f} times as long "
         f"on the {len(compiled)} networks where they were measured too."
     )

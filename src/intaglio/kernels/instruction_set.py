@@ -60,6 +60,7 @@ class Isa:
         has_setup: Kernels configure registers, and keep the configuration in a `struct TileSetup`.
         int4_tile_rows: Maximum number of tile rows for each number of blocks, of kernels for 4-bit weights; empty
             without such kernels.
+        int4_any_rows: These kernels take less time than kernels for 8-bit weights, whatever the number of rows.
         split_channels_below: Number of output pixels from which threads divide pixels, not channels, unless the
             weights are large (``LARGE_WEIGHTS`` of plan/scheduling/schedules.py).
         fast_tile_rows: Number of tile rows, for each number of blocks, that take the least time for each row with
@@ -78,6 +79,7 @@ class Isa:
     lookup_condition: str = ""
     has_setup: bool = False
     int4_tile_rows: Mapping[int, int] = field(default_factory=dict)
+    int4_any_rows: bool = False
     split_channels_below: int = LARGEST_SIZE
     fast_tile_rows: Mapping[int, int] = field(default_factory=dict)
     row_taps: int = 1

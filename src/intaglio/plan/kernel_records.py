@@ -19,8 +19,8 @@ class TiledKernel:
         permuted: Columns of the weights are permuted so that packing instructions restore their order.
         looks_up: The microkernel applies the lookup table of the step if the processor supports it.
         flat: All output pixels of all images are contiguous in memory.
-        int4: Tile that expands 4-bit weights in registers, for calls with at most as many rows as it has; with more
-            rows, panels of weights are expanded to int8 in memory. ``None`` for int8 weights.
+        int4: Tile that expands 4-bit weights in registers. ``None`` for int8 weights.
+        expands: With more rows than ``int4`` has, panels of 4-bit weights are expanded to int8 in memory.
         widens: The input is widened to 16 bits before all panels of weights are multiplied by it, where the sizes in
             memory allow this.
     """
@@ -30,6 +30,7 @@ class TiledKernel:
     looks_up: bool
     flat: bool
     int4: TileSpec | None = None
+    expands: bool = False
     widens: bool = False
 
     def text(self) -> str:
@@ -37,7 +38,8 @@ class TiledKernel:
         more = [", looks results up"] * self.looks_up + [", all pixels in one line"] * self.flat
         more += [", input widened to 16 bits"] * self.widens
         if self.int4 is not None:
-            more.append(f", 4-bit weights, {self.int4.name} for up to {self.int4.rows} rows")
+            limit = f" for up to {self.int4.rows} rows" if self.expands else ""
+            more.append(f", 4-bit weights, {self.int4.name}{limit}")
         return self.tile.name + "".join(more)
 
 

@@ -97,7 +97,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     """)
     _tiles(code, context, plan, kernel)
     if kernel.int4:
-        _int4_weights(code, context, plan, kernel.int4, partition.output)
+        _int4_weights(code, context, plan, kernel.int4, kernel.expands, partition.output)
     if kernel.looks_up:
         with code.block(f"if ({context.isa.lookup_condition})"):
             tiles = {"m": kernel.tile} | ({"w": kernel.int4} if kernel.int4 else {})
@@ -133,7 +133,7 @@ def _tiles(code: Code, context: Context, plan: PanelPacking, kernel: TiledKernel
         code(f"m.widened_kernels = {kernels}, m.widened_last_kernels = {last_kernels};")
 
 
-def _int4_weights(code: Code, context: Context, plan: PanelPacking, tile: TileSpec, output: str) -> None:
+def _int4_weights(code: Code, context: Context, plan: PanelPacking, tile: TileSpec, expands: bool, output: str) -> None:
     """Print how 4-bit weights are read, a `struct Int4Weights`."""
     scratch = f"{output}.scratch"
     _, lines, _ = context.plan.buffers[scratch].shape
@@ -142,6 +142,7 @@ def _int4_weights(code: Code, context: Context, plan: PanelPacking, tile: TileSp
     sizes = {"INT4_GROUP": INT4_GROUP, "INT4_CHANNELS": INT4_CHANNELS, "INT4_MULTIPLES": INT4_MULTIPLES}
     code(f'static_assert({" && ".join(f"{name} == {size}" for name, size in sizes.items())}, "panels");')
     code(f"w.kernels = {kernels}, w.last_kernels = {last_kernels}, w.rows = {tile.rows};")
+    code(f"w.expands = {int(expands)};")
     code(f"w.scratch = r->arena + r->offsets[{context.index[scratch]}];")
     code(f"w.scratch_bytes = {context.dim(lines * CACHE_LINE)}, w.sharers = {MAX_SCRATCH_THREADS};")
 

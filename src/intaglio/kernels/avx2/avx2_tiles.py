@@ -84,4 +84,14 @@ def join(family: KernelFamily, texts: list[str]) -> str:
     return family_text(family, texts, AVX2_REGISTERS + YMM_INT4_REGISTERS, constants)
 
 
-AVX2 = Isa("avx2", AVX2_MAX_TILE_ROWS, False, ".s", emit, join, int4_tile_rows=YMM_INT4_TILE_ROWS, widens=True)
+AVX2 = Isa(
+    "avx2",
+    AVX2_MAX_TILE_ROWS,
+    False,
+    ".s",
+    emit,
+    join,
+    int4_tile_rows=YMM_INT4_TILE_ROWS,
+    int4_any_rows=True,
+    widens=True,
+)

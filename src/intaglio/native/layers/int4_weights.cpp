@@ -50,9 +50,9 @@ LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, in
     const int64_t pixels = m->out.images * m->out.height * m->out.width;
     const int64_t lines = m->flat ? 1 : m->out.images * m->out.height, width = m->flat ? pixels : m->out.width;
     struct Matmul one = *m;
-    if (pixels <= w->rows) {
-        one.kernels = w->kernels, one.last_kernels = w->last_kernels, one.rows = w->rows;
-        one.split_channels_below = pixels + 1, one.widened_kernels = 0;
+    if (pixels <= w->rows || !w->expands) {
+        one.kernels = w->kernels, one.last_kernels = w->last_kernels, one.rows = w->rows, one.widened_kernels = 0;
+        if (pixels <= w->rows) one.split_channels_below = pixels + 1;
         matmul(&one, thread, threads);
         return;
     }

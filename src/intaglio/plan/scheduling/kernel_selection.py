@@ -107,7 +107,7 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     flat = is_flat(partition, plan.graph, plan.buffers)
     int4 = _int4_tile(partition, tile, plan.graph, isa)
     widens = isa.widens and int4 is None and partition.head is None and _is_worth_widening(piece, tile)
-    return TiledKernel(tile, permuted, looks_up, flat, int4, widens), reason
+    return TiledKernel(tile, permuted, looks_up, flat, int4, not isa.int4_any_rows, widens), reason
 
 
 def _is_worth_widening(piece: Piece, tile: TileSpec) -> bool:
