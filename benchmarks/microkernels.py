@@ -287,7 +287,7 @@ def main() -> None:
     if not able:
         raise SystemExit("this CPU has neither AVX512-VNNI nor AVX2; there is no peak to compare with")
     quiet, isa = record.idle(), ISAS[arguments.isa]
-    tiles = [spec for spec in isa.specs() if fnmatch.fnmatch(spec.name, arguments.only)]
+    tiles = [spec for spec in isa.specs() if fnmatch.fnmatch(spec.name, arguments.only) and not spec.sums]
     depthwise = [spec for spec in depthwise_specs(isa) if fnmatch.fnmatch(spec.name, arguments.only)]
     library = load(built(isa, tiles, depthwise, f"kernels_{isa.name}"))
     library.kernels_multiply.restype, library.kernels_multiply.argtypes = ctypes.c_double, (ctypes.c_int64,)

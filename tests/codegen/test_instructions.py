@@ -63,7 +63,7 @@ def test_kernels_multiply_by_the_instruction_of_their_set(name, isa):
             assert counts[function]["tdpbusd"] == int(match[1]) * int(match[2]), function
         return
     instruction, uses = INSTRUCTIONS[isa]
-    tiles = {function: match for function in counts if (match := TILE.match(function))}
+    tiles = {function: match for function in counts if (match := TILE.match(function)) and "_sums" not in function}
     assert tiles
     for function, match in tiles.items():
         rows, blocks = map(int, match.groups())

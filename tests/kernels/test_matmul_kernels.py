@@ -11,8 +11,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from intaglio.kernels import ISAS, TileSpec, permutation
+from intaglio.codegen.winograd_packing import TRANSFORM
+from intaglio.kernels import ISAS, TileSpec, permutation, winograd_sizes
 from intaglio.kernels.tile_spec import PACKED_RESULTS, RESULTS
+from intaglio.native.units import HEADER_FOLDER
 from intaglio.plan import BufferLifetime
 from intaglio.plan.arena import first_fit
 from support.matmul_cases import Case, case_data, cases, run
@@ -68,22 +70,46 @@ def test_random_convolutions_whose_taps_of_a_row_share_pixels_match_the_referenc
     check(isa, case)
 
 
+@pytest.mark.parametrize("isa", [isa for isa in TESTED_ISAS if ISAS[isa].widens])
+@settings(max_examples=2 * settings.default.max_examples)
+@given(st.data())
+def test_random_convolutions_by_winograds_method_match_the_reference(isa, data):
+    """Of any height and width, also where the last squares reach over the image, and too wide for the method."""
+    case = data.draw(cases(isa))
+    padding = data.draw(st.sampled_from([(0, 0, 0, 0), (1, 1, 1, 1), (2, 0, 1, 2)]))
+    case = replace(
+        case,
+        transformed=True,
+        groups=1,
+        per_group=16 * data.draw(st.integers(1, 5)),
+        taps=(3, 3),
+        stride=(1, 1),
+        dilation=(1, 1),
+        padding=padding,
+        height=max(3 - padding[0] - padding[1], 0) + data.draw(st.integers(1, 12)),
+        width=max(3 - padding[2] - padding[3], 0) + data.draw(st.sampled_from([1, 2, 5, 13, 28, 60, 250])),
+    )
+    assume(case.images * case.height * case.width * case.per_group * case.per_group_out * 9 < 30 * SIZE_LIMIT)
+    check(isa, case)
+
+
 def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case:
     """A line as wide as a few tiles are high: one call of the kernel and one of a lower one."""
     draw = np.random.default_rng(seed)
     zero_points, bounds = draw.choice([0, 1, 128, 254, 255], 3), np.sort(draw.integers(0, 256, 2))
     if spec.saturates:
         zero_points[1:], bounds = 0, np.array([0, 255])
-    inputs, step = int(draw.integers(1, 70)), 4 if spec.row_taps > 1 or spec.widened else 1
+    inputs, step = int(draw.integers(1, 70)), 16 if spec.sums else 4 if spec.row_taps > 1 or spec.widened else 1
     return Case(
         images=2,
         height=3,
         width=spec.rows * (1 + seed) + 2,
-        taps=(1 if spec.row_taps == 1 else 2, 3),
+        taps=(3 if spec.sums else 1 if spec.row_taps == 1 else 2, 3),
         row_taps=spec.row_taps,
         per_group=-(-inputs // step) * step,
         widened=spec.widened,
-        always_widened=spec.widened,
+        transformed=spec.sums,
+        only=spec.widened or spec.sums,
         per_group_out=16 * spec.blocks * panels - missing,
         zero_points=tuple(map(int, zero_points)),
         bounds=(0, 255) if seed % 2 else tuple(map(int, bounds)),
@@ -293,3 +319,22 @@ def test_every_tile_height_up_to_the_tallest_has_a_kernel():
         for blocks, max_tile_rows in isa.max_tile_rows.items():
             assert {spec.rows for spec in isa.specs() if spec.blocks == blocks} == set(range(1, max_tile_rows + 1))
             assert TileSpec(max_tile_rows, blocks) in set(isa.specs())
+
+
+def test_sizes_of_winograds_method_are_those_of_the_library():
+    files = [HEADER_FOLDER / "layers" / f"winograd.{kind}" for kind in ("h", "cpp")]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    numbers = {
+        name: int(one) << int(bits or 0) for name, one, bits in re.findall(r"(\w+) = (\d+)(?: << (\d+))?,? ", text)
+    }
+    for name in ("MOST_INPUTS", "POSITIONS", "TOGETHER", "MOST_SQUARES", "TRANSFORMED"):
+        assert numbers[name] == getattr(winograd_sizes, name)
+
+
+def test_sums_of_winograds_method_fit_in_their_integers():
+    """Every input at the end of its range that makes a sum largest, and every weight."""
+    sums = np.abs(np.kron(TRANSFORM, TRANSFORM)).sum(1) * 128
+    assert sums.max() == 9 * 128 < 2**15
+    of_inputs = 2 * 2 * 255  # two of two inputs, in both directions
+    assert winograd_sizes.MOST_INPUTS * of_inputs * sums.max() < 2**31
+    assert winograd_sizes.MOST_INPUTS * 4 * 9 * 255 * 128 < 2**31

@@ -10,6 +10,7 @@ from intaglio import numerics
 from intaglio.codegen.context import limits
 from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
+from intaglio.codegen.winograd_packing import transform_weights
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.kernels import ISAS, TileSpec
 from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, PACKED_RESULTS, RESULTS
@@ -33,7 +34,7 @@ class Case:
     touched. ``exponent``: factors are about 2^exponent; ``None`` spreads the quantized values. ``extreme``: activations
     0 or 255, weights +-127, biases up to 2^30. ``int4``: weights have 4 bits and a multiple for each group; extreme
     ones are -8 or 7 times 15. ``row_taps``: taps of a row that the kernels compute together. ``widened``: there are
-    kernels for widened input; ``always_widened``: there are no others.
+    kernels for widened input; ``transformed``: there are weights for Winograd's method; ``only``: there are no others.
     """
 
     images: int = 1
@@ -54,7 +55,8 @@ class Case:
     int4: bool = False
     row_taps: int = 1
     widened: bool = False
-    always_widened: bool = False
+    transformed: bool = False
+    only: bool = False
     result: str = "u8"
     blocks: int = 1
     rows: int = 1
@@ -258,7 +260,10 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
     if case.widened:
         for name, specs in (("widened_kernels", first_panels), ("widened_last_kernels", last)):
             tables[name] = library.heights([replace(spec, widened=True) for spec in specs])
-    if case.always_widened:
+    if case.transformed:
+        for name, specs in (("sums_kernels", first_panels), ("sums_last_kernels", last)):
+            tables[name] = library.heights([replace(spec, sums=True) for spec in specs])
+    if case.only:
         del tables["kernels"], tables["last_kernels"]
     first = np.array(plan.first, np.int32)
     fields = _fields(case, given, plan, images["in"]) | _operands(case, given, plan)
@@ -348,6 +353,8 @@ def _operands(case: Case, given: CaseData, plan: PanelPacking) -> dict[str, int]
         "out_bytes": given.expected.itemsize,
     }
     found["tile.remainder_pixel"] = given.expected.shape[1]
+    if case.transformed:
+        found["transformed"] = memory("transformed").hold(transform_weights(given.weight, plan))
     if given.row_scales is not None:
         found["tile.row_scale"] = memory("row scale").hold(given.row_scales)
         found["tile.row_bias"] = memory("row bias").hold(pack_columns(given.row_bias, plan))

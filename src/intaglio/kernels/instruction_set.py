@@ -66,7 +66,8 @@ class Isa:
         fast_tile_rows: Number of tile rows, for each number of blocks, that take the least time for each row with
             weights in the first-level cache; empty where these are the maximum.
         row_taps: Taps of a row that kernels can compute together (`joins_row_taps`); 1 without such kernels.
-        widens: Every kernel for weights of 8 bits has a variant for activations that were widened to 16 bits.
+        widens: Products are those of 16-bit numbers. Every kernel for weights of 8 bits has a variant for activations
+            that were widened to 16 bits in memory, and one for sums of products.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Isa:
                         yield replace(spec, row_taps=self.row_taps)
                     if self.widens:
                         yield replace(spec, widened=True)
+                        yield replace(spec, sums=True)
 
     def joins_row_taps(self, spec: TileSpec) -> bool:
         """Return whether there is a kernel like this one that computes the taps of a row together."""

@@ -103,6 +103,8 @@ class TileSpec:
         row_taps: Taps of a row whose products are computed together, so that every pixel is read once; 1 if taps are
             computed one after the other. The pixels of a tap must be the neighbours of those of the tap before it.
         widened: Activations were widened to 16 bits in memory (native/layers/widened.cpp).
+        sums: Sums of products are in memory, 16 int32 for each pixel, and the kernel only adds the bias and applies
+            the epilogue (native/layers/winograd.cpp).
     """
 
     rows: int
@@ -116,6 +118,7 @@ class TileSpec:
     int4: bool = False
     row_taps: int = 1
     widened: bool = False
+    sums: bool = False
 
     @property
     def name(self) -> str:
@@ -139,6 +142,7 @@ class TileSpec:
             "int4": self.int4,
             f"taps{self.row_taps}": self.row_taps > 1,
             "widened": self.widened,
+            "sums": self.sums,
         }
         return "".join(f"_{mark}" for mark, has in marks.items() if has)
 

@@ -23,6 +23,7 @@ class TiledKernel:
         expands: With more rows than ``int4`` has, panels of 4-bit weights are expanded to int8 in memory.
         widens: The input is widened to 16 bits before all panels of weights are multiplied by it, where the sizes in
             memory allow this.
+        transforms: Winograd's method computes the layer where its lines are small enough.
     """
 
     tile: TileSpec
@@ -32,11 +33,13 @@ class TiledKernel:
     int4: TileSpec | None = None
     expands: bool = False
     widens: bool = False
+    transforms: bool = False
 
     def text(self) -> str:
         """Return the kernel's name and how it is used."""
         more = [", looks results up"] * self.looks_up + [", all pixels in one line"] * self.flat
-        more += [", input widened to 16 bits"] * self.widens
+        more += [", input widened to 16 bits"] * (self.widens and not self.transforms)
+        more += [", Winograd's method"] * self.transforms
         if self.int4 is not None:
             limit = f" for up to {self.int4.rows} rows" if self.expands else ""
             more.append(f", 4-bit weights, {self.int4.name}{limit}")

@@ -15,6 +15,7 @@ from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
 from intaglio.codegen.emitters.emit_steps import fill_pair
 from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
+from intaglio.codegen.winograd_packing import transform_weights, transformed_bytes
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.kernels import TileSpec
@@ -96,6 +97,8 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
     """)
     _tiles(code, context, plan, kernel)
+    if kernel.transforms:
+        _transformed(code, context, plan, piece, kernel)
     if kernel.int4:
         _int4_weights(code, context, plan, kernel.int4, kernel.expands, partition.output)
     if kernel.looks_up:
@@ -131,6 +134,15 @@ def _tiles(code: Code, context: Context, plan: PanelPacking, kernel: TiledKernel
     if kernel.widens:
         kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, widened=True))
         code(f"m.widened_kernels = {kernels}, m.widened_last_kernels = {last_kernels};")
+
+
+def _transformed(code: Code, context: Context, plan: PanelPacking, piece: Piece, kernel: TiledKernel) -> None:
+    """Print the weights and the microkernels for Winograd's method."""
+    kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, sums=True))
+    code(f"m.sums_kernels = {kernels}, m.sums_last_kernels = {last_kernels};")
+    size, key = transformed_bytes(plan, piece.shape[1]), (*piece.identity, plan, "transformed")
+    weights = context.packed(size, key, lambda: transform_weights(piece.read(), plan), "int16_t", "transformed")
+    code(f"m.transformed = {weights};")
 
 
 def _int4_weights(code: Code, context: Context, plan: PanelPacking, tile: TileSpec, expands: bool, output: str) -> None:

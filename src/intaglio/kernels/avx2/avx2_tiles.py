@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from intaglio.kernels.assembly import family_text, tap_loops, tile_function
+from intaglio.kernels.assembly import family_text, field, tap_loops, tile_function
 from intaglio.kernels.avx2.avx2_int4 import AVX2_INT4_CONSTANTS, Avx2Int4Kernel
 from intaglio.kernels.avx2.ymm_epilogue import (
     EPILOGUE_CONSTANTS,
@@ -54,10 +54,22 @@ def emit(spec: TileSpec) -> str:
         return Avx2Int4Kernel(spec).text()
     pixels = [(f"%ymm{4 + 2 * i}", f"%ymm{5 + 2 * i}") for i in range(spec.rows)]
     pointers = pixel_pointers(spec.rows)
+    if spec.sums:
+        return tile_function(
+            spec, [*load_biases(pixels), *_sums(pixels, [*pointers.values()]), *epilogue(spec, pixels)]
+        )
     prefetches = [f"prefetchnta {STREAM_AHEAD}(%rsi)"] * (spec.rows <= STREAMED_ROWS)
     step = [*prefetches, *_products(pixels, 0, spec.widened), *_products(pixels, 1, spec.widened)]
     step += [*(f"add ${8 if spec.widened else 4},{pointer}" for pointer in pointers), "add $64,%rsi"]
     return tile_function(spec, [*load_biases(pixels), *tap_loops([*pointers.values()], step), *epilogue(spec, pixels)])
+
+
+def _sums(pixels: Sequence[Pair], start: Sequence[str]) -> Iterator[str]:
+    """Yield the lines that add sums of products in memory to the bias."""
+    yield from ("# sums of products", f"mov {field('a_pixel')},%rbx", "lea (%rbx,%rbx,2),%r15")
+    yield from (f"mov {field('a')},%rdx", *start)
+    for address, (low, high) in zip(PIXEL_ADDRESSES, pixels, strict=False):
+        yield from (f"vpaddd {address},{low},{low}", f"vpaddd 32{address},{high},{high}")
 
 
 def _products(pixels: Sequence[Pair], odd: int, widened: bool) -> Iterator[str]:

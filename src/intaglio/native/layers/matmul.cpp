@@ -3,6 +3,7 @@
 #include "layers/matmul.h"
 
 #include "layers/widened.h"
+#include "layers/winograd.h"
 
 // Return how many lines from line y on a tile takes as its parts; `left` tiles remain, one for each line.
 static inline int32_t lines_of_tile(const struct Matmul* m, int64_t tiles, int64_t width, int64_t y, int64_t left) {
@@ -108,6 +109,10 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
 }
 
 LIBRARY void matmul(const struct Matmul* m, int thread, int threads) {
+    if (can_transform(m)) {
+        matmul_transformed(m, thread, threads);
+        return;
+    }
     if (can_widen(m)) {
         matmul_widened(m, thread, threads);
         return;

@@ -21,6 +21,8 @@ struct Matmul {
     int64_t mask, last_mask;         // bit masks of the channels of a full panel, and of the last one
     const TileKernel* kernels;       // for full panels, by height of a tile
     const TileKernel* last_kernels;  // for the last panel, by height of a tile
+    const int16_t* transformed;      // weights for Winograd's method, or null: [panel][position][input / 2][16][2]
+    const TileKernel *sums_kernels, *sums_last_kernels;        // the same as `kernels`, for sums of products in memory
     const TileKernel *widened_kernels, *widened_last_kernels;  // the same, for widened input; null without such kernels
     int64_t split_channels_below;  // with fewer output pixels, threads share panels instead of pixels
     int64_t chunk_bytes;           // bytes of input that stay in cache while all panels are multiplied

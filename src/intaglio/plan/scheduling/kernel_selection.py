@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-from intaglio.ir import Dim, Graph, Op, Schedule
+from intaglio.ir import Dim, Graph, Op, Schedule, evaluate
 from intaglio.kernels import DepthwiseSpec, Isa, TileSpec
 from intaglio.kernels.depthwise_spec import MAX_INPUT_ROWS
 from intaglio.kernels.instruction_set import LARGEST_SIZE
 from intaglio.kernels.tile_spec import PACKED_RESULTS
+from intaglio.kernels.winograd_sizes import MOST_INPUTS, most_squares
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Box, Run, Strides, reshaped_copy
 from intaglio.ops.movement.pixel_shuffle import SHUFFLE
@@ -43,6 +44,8 @@ MAX_DEPTHWISE_COLUMNS = 15
 """Maximum number of tap columns of a depthwise kernel."""
 RECURRENT_CHUNK_BYTES = 1 << 19
 """Bytes of x that stay in cache while all panels of a recurrent layer pass over them."""
+FEWEST_TRANSFORMED_PIXELS = 128
+"""Pixels of an image from which the weights of Winograd's method arrive in time."""
 SHORT_RUN = 8
 """An innermost run shorter than this is swapped with a longer one around it."""
 
@@ -107,13 +110,28 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     flat = is_flat(partition, plan.graph, plan.buffers)
     int4 = _int4_tile(partition, tile, plan.graph, isa)
     widens = isa.widens and int4 is None and partition.head is None and _is_worth_widening(piece, tile)
-    return TiledKernel(tile, permuted, looks_up, flat, int4, not isa.int4_any_rows, widens), reason
+    transforms = widens and _is_worth_transforming(piece, partition, plan.graph)
+    return TiledKernel(tile, permuted, looks_up, flat, int4, not isa.int4_any_rows, widens, transforms), reason
 
 
 def _is_worth_widening(piece: Piece, tile: TileSpec) -> bool:
     """Return whether more than one panel reads the input, and steps of 4 channels keep channels together."""
     outputs, inputs, *_ = piece.shape
     return outputs > 16 * tile.blocks and inputs % 4 == 0
+
+
+def _is_worth_transforming(piece: Piece, partition: Partition, graph: Graph) -> bool:
+    """Return whether Winograd's method computes a piece in less time: a layer of 3x3 taps with so many pixels that its
+    weights, which become 3.6 times as large, are not what takes the time."""
+    _, inputs, *taps = piece.shape
+    sizes = graph.types[partition.anchor.output].shape[2:]
+    plain = taps == [3, 3] and piece.stride == piece.dilation == (1, 1) and piece.phases is None
+    known = all(isinstance(size, int) for size in sizes) and len(sizes) == 2
+    if not plain or not known or partition.anchor.attrs.get("groups", 1) > 1:
+        return False
+    height, width = (evaluate(size, {}) for size in sizes)
+    fits = (width + 1) // 2 <= most_squares(inputs)
+    return inputs % 16 == 0 and inputs <= MOST_INPUTS and fits and height * width >= FEWEST_TRANSFORMED_PIXELS
 
 
 def _row_taps(partition: Partition, piece: Piece, tile: TileSpec, isa: Isa) -> int:

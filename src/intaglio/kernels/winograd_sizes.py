@@ -1,0 +1,14 @@
+"""Sizes of layers that Winograd's method can compute, as native/layers/winograd.cpp has them."""
+
+from __future__ import annotations
+
+MOST_INPUTS = 1024
+"""Input channels up to which 32-bit sums cannot overflow."""
+POSITIONS, TOGETHER = 16, 6
+MOST_SQUARES = 96
+TRANSFORMED = 1 << 17
+
+
+def most_squares(inputs: int) -> int:
+    """Return the largest number of squares of 2 by 2 results in a line of a layer with so many input channels."""
+    return min(MOST_SQUARES, TRANSFORMED // (POSITIONS * inputs)) // TOGETHER * TOGETHER

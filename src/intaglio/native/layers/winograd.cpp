@@ -1,0 +1,166 @@
+// Convolutions of 3x3 taps by Winograd's method, see winograd.h.
+
+#include "layers/winograd.h"
+
+#include "base/intrinsics.h"
+
+#if defined(__AVX2__)
+enum {
+    POSITIONS = 16,         // products of a square of 2 by 2 results
+    MOST_SQUARES = 96,      // of a chunk
+    CACHED = 30,            // of a chunk of more than one line, so that their products stay in the first-level cache
+    TOGETHER = 6,           // squares whose sums are in registers
+    TRANSFORMED = 1 << 17,  // sums of inputs of a chunk
+    CHANNELS = 16,          // input channels of a vector, and output channels of a panel
+    SQUARE = 4 * CHANNELS   // sums of products of a square
+};
+
+// Return the number of input channels. The taps of a row may be one run of bytes.
+static inline int64_t inputs_of(const struct Matmul* m) { return 4 * m->tile.run * m->tile.taps / 3; }
+
+// Return the number of squares of a line, or of a chunk at most.
+static inline int64_t squares_of_line(const struct Matmul* m) { return (m->out.width + 1) / 2; }
+static inline int64_t squares_of_chunk(const struct Matmul* m) {
+    return at_most(MOST_SQUARES, TRANSFORMED / (POSITIONS * inputs_of(m))) / TOGETHER * TOGETHER;
+}
+
+// Sums of inputs of some lines of squares: [position][square][input channel], `stride` from position to position.
+static __attribute__((noinline)) void transform_inputs(const struct Matmul* m, int64_t n, int64_t first, int64_t lines,
+                                                       int64_t stride, int16_t* to) {
+    const int64_t channels = inputs_of(m), across = squares_of_line(m);
+    for (int64_t y = first; y < first + lines; ++y)
+        for (int64_t x = 0; x < across; ++x, to += channels) {
+            const uint8_t* from[4][4];
+            for (int64_t i = 0; i < 4; ++i)  // results outside of the image read the last line or column again
+                for (int64_t j = 0; j < 4; ++j)
+                    from[i][j] = at(&m->in, n, at_most(2 * y + i, m->out.height + 1) - m->top,
+                                    at_most(2 * x + j, m->out.width + 1) - m->left);
+            for (int64_t c = 0; c < channels; c += CHANNELS) {
+                __m256i d[4][4], e[4][4];
+                for (int i = 0; i < 4; ++i)
+                    for (int j = 0; j < 4; ++j)
+                        d[i][j] = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(from[i][j] + c)));
+                for (int j = 0; j < 4; ++j) {
+                    e[0][j] = _mm256_sub_epi16(d[0][j], d[2][j]), e[1][j] = _mm256_add_epi16(d[1][j], d[2][j]);
+                    e[2][j] = _mm256_sub_epi16(d[2][j], d[1][j]), e[3][j] = _mm256_sub_epi16(d[1][j], d[3][j]);
+                }
+                for (int i = 0; i < 4; ++i) {
+                    __m256i* place = (__m256i*)(to + 4 * i * stride + c);
+                    const __m256i found[4] = {_mm256_sub_epi16(e[i][0], e[i][2]), _mm256_add_epi16(e[i][1], e[i][2]),
+                                              _mm256_sub_epi16(e[i][2], e[i][1]), _mm256_sub_epi16(e[i][1], e[i][3])};
+                    for (int j = 0; j < 4; ++j) _mm256_storeu_si256((__m256i*)((int16_t*)place + j * stride), found[j]);
+                }
+            }
+        }
+}
+
+// Sums of products of a square and the output channels of a panel.
+struct Sums {
+    __m256i low, high;
+};
+
+// Add the products of two input channels of a square.
+static inline __attribute__((always_inline)) void add_products(struct Sums& sums, const int16_t* inputs, __m256i low,
+                                                               __m256i high) {
+    int32_t pair;
+    memcpy(&pair, inputs, sizeof pair);
+    const __m256i both = _mm256_set1_epi32(pair);
+    sums.low = _mm256_add_epi32(sums.low, _mm256_madd_epi16(both, low));
+    sums.high = _mm256_add_epi32(sums.high, _mm256_madd_epi16(both, high));
+}
+
+// Multiply the inputs of `TOGETHER` squares at one position by the weights of a panel. The sums are variables, and not
+// an array, which g++ 12 would keep in memory.
+static __attribute__((noinline)) void multiply_squares(const int16_t* inputs, int64_t channels, const int16_t* weights,
+                                                       int32_t* to) {
+    struct Sums a = {}, b = {}, c = {}, d = {}, e = {}, f = {};
+    const int16_t* others = inputs + 3 * channels;
+    for (int64_t i = 0; i < channels; i += 2, weights += 32, inputs += 2, others += 2) {
+        const __m256i low = _mm256_loadu_si256((const __m256i*)weights),
+                      high = _mm256_loadu_si256((const __m256i*)(weights + 16));
+        add_products(a, inputs, low, high);
+        add_products(b, inputs + channels, low, high);
+        add_products(c, inputs + 2 * channels, low, high);
+        add_products(d, others, low, high);
+        add_products(e, others + channels, low, high);
+        add_products(f, others + 2 * channels, low, high);
+    }
+    const struct Sums all[TOGETHER] = {a, b, c, d, e, f};
+    memcpy(to, all, sizeof all);
+}
+
+// Add up the sums of products of some lines of squares: [line][pixel][output channel]. `stride`: from position to
+// position.
+static __attribute__((noinline)) void transform_sums(const int32_t* from, int64_t lines, int64_t across, int64_t stride,
+                                                     int32_t* to) {
+    for (int64_t line = 0; line < lines; ++line)
+        for (int64_t x = 0; x < across; ++x, from += CHANNELS)
+            for (int64_t half = 0; half < CHANNELS; half += 8) {
+                __m256i e[2][4];
+                for (int64_t j = 0; j < 4; ++j) {
+                    __m256i s[4];
+                    for (int64_t i = 0; i < 4; ++i)
+                        s[i] = _mm256_loadu_si256((const __m256i*)(from + (4 * i + j) * stride + half));
+                    e[0][j] = _mm256_add_epi32(s[0], _mm256_add_epi32(s[1], s[2]));
+                    e[1][j] = _mm256_sub_epi32(_mm256_sub_epi32(s[1], s[2]), s[3]);
+                }
+                for (int64_t i = 0; i < 2; ++i) {
+                    int32_t* place = to + ((2 * line + i) * 2 * across + 2 * x) * CHANNELS + half;
+                    const __m256i left = _mm256_add_epi32(e[i][0], _mm256_add_epi32(e[i][1], e[i][2])),
+                                  right = _mm256_sub_epi32(_mm256_sub_epi32(e[i][1], e[i][2]), e[i][3]);
+                    _mm256_storeu_si256((__m256i*)place, _mm256_srai_epi32(left, 2));
+                    _mm256_storeu_si256((__m256i*)(place + CHANNELS), _mm256_srai_epi32(right, 2));
+                }
+            }
+}
+
+LIBRARY int can_transform(const struct Matmul* m) {
+    return m->transformed && squares_of_line(m) <= squares_of_chunk(m) && m->out.height && m->out.width;
+}
+
+LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads) {
+    const int64_t per_image = (m->out.height + 1) / 2, across = squares_of_line(m), channels = inputs_of(m);
+    const int64_t lines = m->out.images * per_image, height = m->out.height, width = m->out.width;
+    const int64_t tiles = (width + m->rows - 1) / m->rows, weights = POSITIONS * CHANNELS * channels;
+    const int shares_panels = m->out.images * height * width < m->split_channels_below || lines < threads;
+    const int64_t begin = shares_panels ? 0 : shard_begin(lines, thread, threads),
+                  end = shares_panels ? lines : shard_begin(lines, thread + 1, threads);
+    const int64_t low = shares_panels ? shard_begin(m->panels, thread, threads) : 0,
+                  high = shares_panels ? shard_begin(m->panels, thread + 1, threads) : m->panels;
+    if (low == high) return;
+    const int64_t most = at_least(at_most(CACHED, squares_of_chunk(m)) / across, 1);
+    int16_t inputs[TRANSFORMED] __attribute__((aligned(64)));
+    int32_t products[POSITIONS * MOST_SQUARES * CHANNELS] __attribute__((aligned(64)));
+    int32_t sums[MOST_SQUARES * SQUARE] __attribute__((aligned(64)));
+    struct Matmul w = *m;
+    w.kernels = m->sums_kernels, w.last_kernels = m->sums_last_kernels;
+    w.stride_y = 1, w.top = w.left = 0;
+    w.in.pixel = w.tile.a_pixel = CHANNELS * sizeof(int32_t), w.in.line = 2 * across * w.in.pixel, w.in.image = 0;
+    for (int64_t line = begin, count; line < end; line += count) {
+        const int64_t n = line / per_image, y = line % per_image;
+        count = at_most(at_most(most, end - line), per_image - y);
+        const int64_t squares = (count * across + TOGETHER - 1) / TOGETHER * TOGETHER, stride = squares * channels;
+        transform_inputs(m, n, y, count, stride, inputs);
+        const int64_t first = n * height + 2 * y, last = n * height + at_most(2 * (y + count), height);
+        w.in.base = (uint8_t*)sums - 2 * y * w.in.line;
+        for (int64_t panel = low; panel < high; ++panel) {
+            for (int64_t position = 0; position < POSITIONS; ++position)
+                for (int64_t square = 0; square < count * across; square += TOGETHER)
+                    multiply_squares(inputs + position * stride + square * channels, channels,
+                                     m->transformed + panel * weights + position * CHANNELS * channels,
+                                     products + (position * squares + square) * CHANNELS);
+            transform_sums(products, count, across, squares * CHANNELS, sums);
+            matmul_span(&w, panel, first * tiles, last * tiles, tiles, width);
+        }
+    }
+}
+#else
+LIBRARY int can_transform(const struct Matmul* m) {
+    (void)m;
+    return 0;
+}
+
+LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads) {
+    (void)m, (void)thread, (void)threads;
+}
+#endif
