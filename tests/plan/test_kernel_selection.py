@@ -52,6 +52,36 @@ def test_dilated_columns_run_in_loops_on_every_instruction_set():
     assert "of depthwise tiles, dilated columns have none" in plan.text()
 
 
+WIDENED, WINOGRAD = ", input widened to 16 bits", ", Winograd's method"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size", "attrs", "ends"),
+    [
+        (32, 32, 16, {}, WINOGRAD),
+        (64, 40, 190, {}, WINOGRAD),
+        (32, 32, 8, {}, WIDENED),
+        (24, 32, 16, {}, WIDENED),
+        (32, 32, 16, {"stride": 2}, WIDENED),
+        (32, 32, 16, {"dilation": 2}, WIDENED),
+        (512, 512, 14, {}, WIDENED),
+        (64, 64, 200, {}, WIDENED),
+        (6, 32, 16, {}, ""),
+        (32, 16, 16, {}, ""),
+    ],
+)
+def test_convolutions_with_avx2_use_winograds_method_or_widen_their_input(inputs, outputs, size, attrs, ends):
+    """Too few pixels, channels of no whole vector, too many weights, too long lines; then channels of no whole step,
+    and a single panel."""
+    net = Net()
+    x = net.quantize(net.input(N, inputs, size, size), zero_point=0)
+    y = net.conv(x, outputs, 3, padding=1, **attrs)
+    graph = net.graph(y)
+    text = only_kernel(scheduled(graph, "avx2"), y).text()
+    assert text == f"tile_6x1_u8{ends}"
+    assert WINOGRAD not in only_kernel(scheduled(graph), y).text()
+
+
 def test_convolutions_of_few_groups_use_tiles_of_all_channels():
     net = Net()
     y = depthwise(net, 4)

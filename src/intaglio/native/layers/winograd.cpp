@@ -18,8 +18,10 @@ enum {
 // Return the number of input channels. The taps of a row may be one run of bytes.
 static inline int64_t inputs_of(const struct Matmul* m) { return 4 * m->tile.run * m->tile.taps / 3; }
 
-// Return the number of squares of a line, or of a chunk at most.
+// Return the number of squares of a line.
 static inline int64_t squares_of_line(const struct Matmul* m) { return (m->out.width + 1) / 2; }
+
+// Return the largest number of squares of a chunk.
 static inline int64_t squares_of_chunk(const struct Matmul* m) {
     return at_most(MOST_SQUARES, TRANSFORMED / (POSITIONS * inputs_of(m))) / TOGETHER * TOGETHER;
 }
@@ -45,10 +47,10 @@ static __attribute__((noinline)) void transform_inputs(const struct Matmul* m, i
                     e[2][j] = _mm256_sub_epi16(d[2][j], d[1][j]), e[3][j] = _mm256_sub_epi16(d[1][j], d[3][j]);
                 }
                 for (int i = 0; i < 4; ++i) {
-                    __m256i* place = (__m256i*)(to + 4 * i * stride + c);
+                    int16_t* place = to + 4 * i * stride + c;
                     const __m256i found[4] = {_mm256_sub_epi16(e[i][0], e[i][2]), _mm256_add_epi16(e[i][1], e[i][2]),
                                               _mm256_sub_epi16(e[i][2], e[i][1]), _mm256_sub_epi16(e[i][1], e[i][3])};
-                    for (int j = 0; j < 4; ++j) _mm256_storeu_si256((__m256i*)((int16_t*)place + j * stride), found[j]);
+                    for (int j = 0; j < 4; ++j) _mm256_storeu_si256((__m256i*)(place + j * stride), found[j]);
                 }
             }
         }

@@ -46,6 +46,9 @@ RECURRENT_CHUNK_BYTES = 1 << 19
 """Bytes of x that stay in cache while all panels of a recurrent layer pass over them."""
 FEWEST_TRANSFORMED_PIXELS = 128
 """Pixels of an image from which the weights of Winograd's method arrive in time."""
+MOST_TRANSFORMED_CHANNELS = 1 << 17
+"""Largest product of input and output channels of Winograd's method: 4 MB of weights, which every chunk of two lines
+reads from the third-level cache."""
 SHORT_RUN = 8
 """An innermost run shorter than this is swapped with a longer one around it."""
 
@@ -121,9 +124,9 @@ def _is_worth_widening(piece: Piece, tile: TileSpec) -> bool:
 
 
 def _is_worth_transforming(piece: Piece, partition: Partition, graph: Graph) -> bool:
-    """Return whether Winograd's method computes a piece in less time: a layer of 3x3 taps with so many pixels that its
-    weights, which become 3.6 times as large, are not what takes the time."""
-    _, inputs, *taps = piece.shape
+    """Return whether Winograd's method computes a piece in less time: a layer of 3x3 taps with so many pixels, and so
+    few channels, that its weights, which become 3.6 times as large, are not what takes the time."""
+    outputs, inputs, *taps = piece.shape
     sizes = graph.types[partition.anchor.output].shape[2:]
     plain = taps == [3, 3] and piece.stride == piece.dilation == (1, 1) and piece.phases is None
     known = all(isinstance(size, int) for size in sizes) and len(sizes) == 2
@@ -131,7 +134,8 @@ def _is_worth_transforming(piece: Piece, partition: Partition, graph: Graph) -> 
         return False
     height, width = (evaluate(size, {}) for size in sizes)
     fits = (width + 1) // 2 <= most_squares(inputs)
-    return inputs % 16 == 0 and inputs <= MOST_INPUTS and fits and height * width >= FEWEST_TRANSFORMED_PIXELS
+    few_channels = inputs <= MOST_INPUTS and inputs * outputs <= MOST_TRANSFORMED_CHANNELS
+    return inputs % 16 == 0 and fits and few_channels and height * width >= FEWEST_TRANSFORMED_PIXELS
 
 
 def _row_taps(partition: Partition, piece: Piece, tile: TileSpec, isa: Isa) -> int:
