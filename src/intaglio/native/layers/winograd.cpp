@@ -11,8 +11,8 @@ enum {
     CACHED = 30,            // of a chunk of more than one line, so that their products stay in the first-level cache
     TOGETHER = 6,           // squares whose sums are in registers
     TRANSFORMED = 1 << 17,  // sums of inputs of a chunk
-    CHANNELS = 16,          // input channels of a vector, and output channels of a panel
-    SQUARE = 4 * CHANNELS   // sums of products of a square
+    PANEL_CHANNELS = 16,    // input channels of a vector, and output channels of a panel
+    SQUARE = 4 * PANEL_CHANNELS  // sums of products of a square
 };
 
 // Return the number of input channels. The taps of a row may be one run of bytes.
@@ -37,7 +37,7 @@ static __attribute__((noinline)) void transform_inputs(const struct Matmul* m, i
                 for (int64_t j = 0; j < 4; ++j)
                     from[i][j] = at(&m->in, n, at_most(2 * y + i, m->out.height + 1) - m->top,
                                     at_most(2 * x + j, m->out.width + 1) - m->left);
-            for (int64_t c = 0; c < channels; c += CHANNELS) {
+            for (int64_t c = 0; c < channels; c += PANEL_CHANNELS) {
                 __m256i d[4][4], e[4][4];
                 for (int i = 0; i < 4; ++i)
                     for (int j = 0; j < 4; ++j)
@@ -57,13 +57,13 @@ static __attribute__((noinline)) void transform_inputs(const struct Matmul* m, i
 }
 
 // Sums of products of a square and the output channels of a panel.
-struct Sums {
+struct SquareSums {
     __m256i low, high;
 };
 
 // Add the products of two input channels of a square.
-static inline __attribute__((always_inline)) void add_products(struct Sums& sums, const int16_t* inputs, __m256i low,
-                                                               __m256i high) {
+static inline __attribute__((always_inline)) void add_products(struct SquareSums& sums, const int16_t* inputs,
+                                                               __m256i low, __m256i high) {
     int32_t pair;
     memcpy(&pair, inputs, sizeof pair);
     const __m256i both = _mm256_set1_epi32(pair);
@@ -75,7 +75,7 @@ static inline __attribute__((always_inline)) void add_products(struct Sums& sums
 // an array, which g++ 12 would keep in memory.
 static __attribute__((noinline)) void multiply_squares(const int16_t* inputs, int64_t channels, const int16_t* weights,
                                                        int32_t* to) {
-    struct Sums a = {}, b = {}, c = {}, d = {}, e = {}, f = {};
+    struct SquareSums a = {}, b = {}, c = {}, d = {}, e = {}, f = {};
     const int16_t* others = inputs + 3 * channels;
     for (int64_t i = 0; i < channels; i += 2, weights += 32, inputs += 2, others += 2) {
         const __m256i low = _mm256_loadu_si256((const __m256i*)weights),
@@ -87,7 +87,7 @@ static __attribute__((noinline)) void multiply_squares(const int16_t* inputs, in
         add_products(e, others + channels, low, high);
         add_products(f, others + 2 * channels, low, high);
     }
-    const struct Sums all[TOGETHER] = {a, b, c, d, e, f};
+    const struct SquareSums all[TOGETHER] = {a, b, c, d, e, f};
     memcpy(to, all, sizeof all);
 }
 
@@ -96,8 +96,8 @@ static __attribute__((noinline)) void multiply_squares(const int16_t* inputs, in
 static __attribute__((noinline)) void transform_sums(const int32_t* from, int64_t lines, int64_t across, int64_t stride,
                                                      int32_t* to) {
     for (int64_t line = 0; line < lines; ++line)
-        for (int64_t x = 0; x < across; ++x, from += CHANNELS)
-            for (int64_t half = 0; half < CHANNELS; half += 8) {
+        for (int64_t x = 0; x < across; ++x, from += PANEL_CHANNELS)
+            for (int64_t half = 0; half < PANEL_CHANNELS; half += 8) {
                 __m256i e[2][4];
                 for (int64_t j = 0; j < 4; ++j) {
                     __m256i s[4];
@@ -107,11 +107,11 @@ static __attribute__((noinline)) void transform_sums(const int32_t* from, int64_
                     e[1][j] = _mm256_sub_epi32(_mm256_sub_epi32(s[1], s[2]), s[3]);
                 }
                 for (int64_t i = 0; i < 2; ++i) {
-                    int32_t* place = to + ((2 * line + i) * 2 * across + 2 * x) * CHANNELS + half;
+                    int32_t* place = to + ((2 * line + i) * 2 * across + 2 * x) * PANEL_CHANNELS + half;
                     const __m256i left = _mm256_add_epi32(e[i][0], _mm256_add_epi32(e[i][1], e[i][2])),
                                   right = _mm256_sub_epi32(_mm256_sub_epi32(e[i][1], e[i][2]), e[i][3]);
                     _mm256_storeu_si256((__m256i*)place, _mm256_srai_epi32(left, 2));
-                    _mm256_storeu_si256((__m256i*)(place + CHANNELS), _mm256_srai_epi32(right, 2));
+                    _mm256_storeu_si256((__m256i*)(place + PANEL_CHANNELS), _mm256_srai_epi32(right, 2));
                 }
             }
 }
@@ -123,7 +123,7 @@ LIBRARY int can_transform(const struct Matmul* m) {
 LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads) {
     const int64_t per_image = (m->out.height + 1) / 2, across = squares_of_line(m), channels = inputs_of(m);
     const int64_t lines = m->out.images * per_image, height = m->out.height, width = m->out.width;
-    const int64_t tiles = (width + m->rows - 1) / m->rows, weights = POSITIONS * CHANNELS * channels;
+    const int64_t tiles = (width + m->rows - 1) / m->rows, weights = POSITIONS * PANEL_CHANNELS * channels;
     const int shares_panels = m->out.images * height * width < m->split_channels_below || lines < threads;
     const int64_t begin = shares_panels ? 0 : shard_begin(lines, thread, threads),
                   end = shares_panels ? lines : shard_begin(lines, thread + 1, threads);
@@ -132,12 +132,12 @@ LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads)
     if (low == high) return;
     const int64_t most = at_least(at_most(CACHED, squares_of_chunk(m)) / across, 1);
     int16_t inputs[TRANSFORMED] __attribute__((aligned(64)));
-    int32_t products[POSITIONS * MOST_SQUARES * CHANNELS] __attribute__((aligned(64)));
+    int32_t products[POSITIONS * MOST_SQUARES * PANEL_CHANNELS] __attribute__((aligned(64)));
     int32_t sums[MOST_SQUARES * SQUARE] __attribute__((aligned(64)));
     struct Matmul w = *m;
     w.kernels = m->sums_kernels, w.last_kernels = m->sums_last_kernels;
     w.stride_y = 1, w.top = w.left = 0;
-    w.in.pixel = w.tile.a_pixel = CHANNELS * sizeof(int32_t), w.in.line = 2 * across * w.in.pixel, w.in.image = 0;
+    w.in.pixel = w.tile.a_pixel = PANEL_CHANNELS * sizeof(int32_t), w.in.line = 2 * across * w.in.pixel, w.in.image = 0;
     for (int64_t line = begin, count; line < end; line += count) {
         const int64_t n = line / per_image, y = line % per_image;
         count = at_most(at_most(most, end - line), per_image - y);
@@ -149,9 +149,9 @@ LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads)
             for (int64_t position = 0; position < POSITIONS; ++position)
                 for (int64_t square = 0; square < count * across; square += TOGETHER)
                     multiply_squares(inputs + position * stride + square * channels, channels,
-                                     m->transformed + panel * weights + position * CHANNELS * channels,
-                                     products + (position * squares + square) * CHANNELS);
-            transform_sums(products, count, across, squares * CHANNELS, sums);
+                                     m->transformed + panel * weights + position * PANEL_CHANNELS * channels,
+                                     products + (position * squares + square) * PANEL_CHANNELS);
+            transform_sums(products, count, across, squares * PANEL_CHANNELS, sums);
             matmul_span(&w, panel, first * tiles, last * tiles, tiles, width);
         }
     }
