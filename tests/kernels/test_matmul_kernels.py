@@ -74,7 +74,8 @@ def test_random_convolutions_whose_taps_of_a_row_share_pixels_match_the_referenc
 @settings(max_examples=2 * settings.default.max_examples)
 @given(st.data())
 def test_random_convolutions_by_winograds_method_match_the_reference(isa, data):
-    """Of any height and width, also where the last squares reach over the image, and too wide for the method."""
+    """Images have any height and width. With an odd one, the last squares of 2 by 2 results are partly outside of the
+    image. Some lines are too long for the method, and are then multiplied as others are."""
     case = data.draw(cases(isa))
     padding = data.draw(st.sampled_from([(0, 0, 0, 0), (1, 1, 1, 1), (2, 0, 1, 2)]))
     case = replace(

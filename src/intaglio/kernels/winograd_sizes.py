@@ -5,8 +5,11 @@ from __future__ import annotations
 MOST_INPUTS = 1024
 """Input channels up to which 32-bit sums cannot overflow."""
 POSITIONS, TOGETHER = 16, 6
+"""Products of a square of 2 by 2 results for each input and output channel; squares whose sums are in registers."""
 MOST_SQUARES = 96
+"""Maximum number of squares whose inputs are transformed at a time."""
 TRANSFORMED = 1 << 17
+"""Maximum number of sums of inputs in memory at a time."""
 
 
 def most_squares(inputs: int) -> int:

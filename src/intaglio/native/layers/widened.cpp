@@ -4,7 +4,7 @@
 
 enum { WIDENED_BYTES = 1 << 16 };  // of input that is widened at a time
 
-// Widen four values after the other to 16 bits: the even ones, which kernels multiply first, then the odd ones.
+// Widen values to 16 bits, four at a time: first the two at even places, which kernels multiply first, then the others.
 static __attribute__((noinline)) void widen(const uint8_t* from, int64_t bytes, uint64_t* to) {
     for (int64_t i = 0; i < bytes / 4; ++i) {
         uint32_t four;
@@ -13,7 +13,7 @@ static __attribute__((noinline)) void widen(const uint8_t* from, int64_t bytes, 
     }
 }
 
-// Bytes of an input.
+// A range of bytes of the input.
 struct Extent {
     const uint8_t* from;
     int64_t bytes;
@@ -40,7 +40,8 @@ static struct Extent input_of(const struct Matmul* m, int64_t first, int64_t las
     return (struct Extent){from, to - from + (width - 1) * t->a_pixel + reach};
 }
 
-// Return whether every step of 4 values begins a multiple of 4 bytes after the first one, so that they stay together.
+// Return whether every step of 4 values begins a multiple of 4 bytes behind the first one. `widen` changes the order of
+// the values within 4 bytes.
 static int keeps_steps(const struct Matmul* m) {
     int64_t all = m->tile.a_pixel;
     if (m->tile.taps > 1) all |= m->tile.a_tap;
@@ -59,8 +60,8 @@ LIBRARY void matmul_widened(const struct Matmul* m, int thread, int threads) {
     const int64_t pixels = m->out.images * m->out.height * m->out.width;
     const int64_t lines = m->flat ? 1 : m->out.images * m->out.height, width = m->flat ? pixels : m->out.width;
     const int64_t tiles = (width + m->rows - 1) / m->rows, total = lines * tiles;
-    // This thread's tiles: from `start` of panel `low` to `stop` (exclusive) of panel `high`; of panels between them,
-    // all tiles, or the same ones if threads divide pixels.
+    // This thread computes the tiles from `start` of panel `low` to `stop` (exclusive) of panel `high`. Of the panels
+    // between them it computes all tiles, or those from `start` to `stop` if threads divide pixels.
     const int shares_panels = pixels < m->split_channels_below || total < threads;
     int64_t low = 0, high = m->panels - 1, start, stop;
     if (shares_panels) {

@@ -45,7 +45,7 @@ MAX_DEPTHWISE_COLUMNS = 15
 RECURRENT_CHUNK_BYTES = 1 << 19
 """Bytes of x that stay in cache while all panels of a recurrent layer pass over them."""
 FEWEST_TRANSFORMED_PIXELS = 128
-"""Pixels of an image from which the weights of Winograd's method arrive in time."""
+"""Smallest number of pixels of an image for which products by Winograd's method take longer than reading weights."""
 MOST_TRANSFORMED_CHANNELS = 1 << 17
 """Largest product of input and output channels of Winograd's method: 4 MB of weights, which every chunk of two lines
 reads from the third-level cache."""
