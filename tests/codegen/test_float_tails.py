@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from intaglio import stages
 from intaglio.lower import Lowered
 from intaglio.plan import plan_graph
-from support.int8_models import assert_same
+from support.int8_models import assert_program_matches
 from support.lowering import assert_equal_quantized, lowered, quantized
 from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
@@ -150,12 +150,3 @@ def test_a_kernel_stores_floats_for_the_caller_and_quantized_values_for_the_next
 @given(batch=st.integers(1, 5), seed=st.integers(0, 99), threads=st.integers(1, 4), isa=st.sampled_from(RUNNABLE_ISAS))
 def test_kernels_with_two_results_match_the_interpreter(twice, twice_programs, batch, seed, threads, isa):
     assert_program_matches(twice_programs[isa], twice[1], drawn(seed, (batch, 20, 7, 9), (batch, 5, 24)), threads)
-
-
-def assert_program_matches(program: nn.Module, graph: Lowered, inputs: list[Tensor], threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert_same(program(*inputs), graph(*inputs))
-    finally:
-        torch.set_num_threads(before)

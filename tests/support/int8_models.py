@@ -37,3 +37,12 @@ def assert_same(found: Any, expected: Any) -> None:
     for a, b in zip(tensors(found), tensors(expected), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
+
+
+def assert_program_matches(program: nn.Module, graph: Lowered, inputs: list[Tensor], threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_same(program(*inputs), graph(*inputs))
+    finally:
+        torch.set_num_threads(before)

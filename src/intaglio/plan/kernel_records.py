@@ -75,7 +75,13 @@ class DepthwiseKernel:
 
 @dataclass(frozen=True)
 class DepthwiseLoops:
-    """A depthwise convolution without microkernels."""
+    """A depthwise convolution without microkernels.
+
+    Attributes:
+        clamps_float: See `TileSpec`.
+    """
+
+    clamps_float: bool
 
     def text(self) -> str:
         """Return a description for the text of a plan."""

@@ -14,6 +14,10 @@ from intaglio.plan.scheduling.convolution_pieces import Piece
 
 CHANNELS = 64
 """Channels of a block, after which an epilogue gets the results (native/layers/depthwise.h)."""
+COLUMN_TAPS = (3, 5)
+COLUMN_STRIDES = (1, 2)
+MOST_COLUMN_ROWS = 7
+"""Columns and rows of taps, and strides, with which the library reads each input column once without microkernels."""
 
 
 def pack_depthwise(weight: np.ndarray, spec: DepthwiseSpec) -> np.ndarray:
@@ -66,8 +70,7 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
     """Print code that fills the kernel's arguments `d`, and return the name of the function that runs it."""
     context.include("layers/depthwise.h")
     if isinstance(kernel, DepthwiseLoops):
-        _emit_plain(code, layer, context)
-        return "depthwise_plain"
+        return _emit_plain(code, layer, kernel, context)
     piece, spec, last_spec = layer.piece, kernel.tile, kernel.last
     channels, joined = piece.shape[0] * kernel.joined, kernel.joined
     specs = [*[spec] * (kernel.blocks - 1), last_spec]
@@ -103,8 +106,8 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
     return "depthwise"
 
 
-def _emit_plain(code: Code, layer: Layer, context: Context) -> None:
-    """Print a `struct DepthwisePlain`, which the library computes without microkernels.
+def _emit_plain(code: Code, layer: Layer, kernel: DepthwiseLoops, context: Context) -> str:
+    """Print a `struct DepthwisePlain`, and return the name of the function that computes it without microkernels.
 
     They are used for instruction sets without depthwise kernels and for dilated columns. Weights are packed as [kernel
     y, kernel x, channel].
@@ -125,6 +128,10 @@ def _emit_plain(code: Code, layer: Layer, context: Context) -> None:
         ("factor", "float", np.broadcast_to(layer.factor, (channels,))),
     ):
         code(f"d.{name} = {context.constant(array, kind, name)};")
+    has_columns = taps_y <= MOST_COLUMN_ROWS and taps_x in COLUMN_TAPS and piece.dilation[1] == 1
+    if has_columns and piece.stride[1] in COLUMN_STRIDES:
+        return f"depthwise_columns<{taps_y}, {taps_x}, {piece.stride[1]}, {int(kernel.clamps_float)}>"
+    return "depthwise_plain"
 
 
 def _repeated(values: np.ndarray, count: int) -> np.ndarray:

@@ -100,127 +100,7 @@ struct DepthwisePlain {
 };
 
 #if defined(__AVX2__)
-enum {
-    BLOCK_CHANNELS = 16,  // channels that are computed together
-    MOST_TAPS = 64,       // larger kernels run in the loops of `depthwise_plain`
-    BLOCK_PIXELS = 32     // pixels whose float32 results are computed before a function reads them
-};
-
-// Values of 16 channels: those of channels 0 to 3 and 8 to 11, and those of the others. Byte products are added in this
-// order. Of weights, each number is a pair of 16-bit numbers, the weights of two taps.
-struct ChannelHalves {
-    __m256i low, high;
-};
-
-// Return the halves of 16 numbers in two vectors, and the other way round: each function undoes itself.
-static inline __m256i low_parts(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x20); }
-static inline __m256i high_parts(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x31); }
-
-// Copy the values of up to 16 channels; the others become 0.
-static inline void copy_lanes(void* to, const void* from, int64_t lanes, int64_t bytes) {
-    memset(to, 0, (size_t)(BLOCK_CHANNELS * bytes));
-    memcpy(to, from, (size_t)(lanes * bytes));
-}
-
-// Pair the weights of all taps for `lanes` channels from `c` on. An odd last tap is paired with zeros.
-static inline void pair_taps(const struct DepthwisePlain* d, int64_t c, int64_t lanes, struct ChannelHalves* pairs) {
-    const int64_t taps = d->taps_y * d->taps_x;
-    for (int64_t t = 0; t < taps; t += 2) {
-        __m256i wide[2];
-        for (int64_t i = 0; i < 2; ++i) {
-            int8_t some[BLOCK_CHANNELS] = {0};
-            if (t + i < taps) memcpy(some, d->weights + (t + i) * d->in.pixel + c, (size_t)lanes);
-            wide[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)some));
-        }
-        pairs[t / 2].low = _mm256_unpacklo_epi16(wide[0], wide[1]);
-        pairs[t / 2].high = _mm256_unpackhi_epi16(wide[0], wide[1]);
-    }
-}
-
-// Add the products of all taps of one output pixel to sums. `taps` are the places of the taps behind `from`.
-static inline struct ChannelHalves add_taps(struct ChannelHalves sums, const uint8_t* from, const int64_t* taps,
-                                            int64_t count, const struct ChannelHalves* pairs) {
-    for (int64_t t = 0; t < count; t += 2) {
-        const __m256i a = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(from + taps[t])));
-        const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(from + taps[t + 1])));
-        const __m256i low = _mm256_madd_epi16(_mm256_unpacklo_epi16(a, b), pairs[t / 2].low);
-        const __m256i high = _mm256_madd_epi16(_mm256_unpackhi_epi16(a, b), pairs[t / 2].high);
-        sums.low = _mm256_add_epi32(sums.low, low);
-        sums.high = _mm256_add_epi32(sums.high, high);
-    }
-    return sums;
-}
-
-// Return sums multiplied by their factors.
-static inline __m256 scaled_sums(__m256i sums, __m256i factors) {
-    return _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_castsi256_ps(factors));
-}
-
-// Quantize the scaled sums of 16 channels, as the epilogue of a microkernel does.
-static inline __m128i quantize_sums(__m256 low, __m256 high, const struct Limits* q) {
-    const __m256 least = _mm256_set1_ps(q->convertible_low), most = _mm256_set1_ps(q->convertible_high);
-    const __m256i a = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(low, least), most));
-    const __m256i b = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(high, least), most));
-    const __m256i zero = _mm256_loadu_si256((const __m256i*)q->zero_point16);
-    const __m256i words = _mm256_adds_epi16(_mm256_packs_epi32(a, b), zero);
-    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    const __m128i floor = _mm_loadu_si128((const __m128i*)q->low8), ceiling = _mm_loadu_si128((const __m128i*)q->high8);
-    return _mm_min_epu8(_mm_max_epu8(bytes, floor), ceiling);
-}
-
-// Compute `lanes` channels from `c` on of line `y` of image `n`. `taps` are the places of the taps behind the first.
-static inline void depthwise_lanes(const struct DepthwisePlain* d, int64_t n, int64_t y, int64_t c, int64_t lanes,
-                                   const int64_t* taps) {
-    struct ChannelHalves pairs[MOST_TAPS / 2], factors, biases;
-    float real[BLOCK_PIXELS * BLOCK_CHANNELS] __attribute__((aligned(32)));
-    __m256i bias[2], factor[2];
-    const int64_t count = d->taps_y * d->taps_x, width = d->out.width, step = d->stride_x * d->in.pixel;
-    const int64_t first = (n * d->out.height + y) * width;
-    const uint8_t* from = at(&d->in, n, y * d->stride_y - d->top, -d->left) + c;
-    const int staged = d->activation.run || d->epilogue.take;
-    pair_taps(d, c, lanes, pairs);
-    copy_lanes(bias, d->bias + c, lanes, sizeof(int32_t));
-    copy_lanes(factor, d->factor + c, lanes, sizeof(float));
-    biases.low = low_parts(bias[0], bias[1]), biases.high = high_parts(bias[0], bias[1]);
-    factors.low = low_parts(factor[0], factor[1]), factors.high = high_parts(factor[0], factor[1]);
-    for (int64_t x = 0; x < width; ++x, from += step) {
-        const struct ChannelHalves sums = add_taps(biases, from, taps, count, pairs);
-        const __m256 low = scaled_sums(sums.low, factors.low), high = scaled_sums(sums.high, factors.high);
-        if (!staged) {
-            uint8_t* out = at(&d->out, n, y, x) + c;
-            const __m128i bytes = quantize_sums(low, high, d->limits);
-            if (lanes == BLOCK_CHANNELS)
-                _mm_storeu_si128((__m128i*)out, bytes);
-            else
-                memcpy(out, &bytes, (size_t)lanes);
-            continue;
-        }
-        const int64_t place = x % BLOCK_PIXELS, pixels = place + 1;
-        const __m256i a = _mm256_castps_si256(low), b = _mm256_castps_si256(high);
-        _mm256_store_si256((__m256i*)(real + place * BLOCK_CHANNELS), low_parts(a, b));
-        _mm256_store_si256((__m256i*)(real + place * BLOCK_CHANNELS + 8), high_parts(a, b));
-        if (pixels < BLOCK_PIXELS && x + 1 < width) continue;
-        uint8_t* out = at(&d->out, n, y, x - place) + c;
-        if (d->activation.run)
-            d->activation.run(&d->activation, real, BLOCK_CHANNELS, pixels, out, d->out.pixel, lanes);
-        else
-            d->epilogue.take(d->epilogue.run, (uint8_t*)real, 4 * BLOCK_CHANNELS, first + x - place, pixels, c, lanes);
-    }
-    if (d->table.look_up) d->table.look_up(at(&d->out, n, y, 0) + c, width, d->out.pixel, lanes, d->table.entries);
-}
-
-// Compute lines of a convolution with up to `MOST_TAPS` taps.
-static inline void depthwise_lines(const struct DepthwisePlain* d, int64_t begin, int64_t end) {
-    int64_t taps[MOST_TAPS + 1] = {0}, count = 0;
-    for (int64_t ky = 0; ky < d->taps_y; ++ky)
-        for (int64_t kx = 0; kx < d->taps_x; ++kx)
-            taps[count++] = ky * d->dilation_y * d->in.line + kx * d->dilation_x * d->in.pixel;
-    for (int64_t r = begin; r < end; ++r)
-        for (int64_t c = 0; c < d->in.pixel; c += BLOCK_CHANNELS) {
-            const int64_t lanes = d->in.pixel - c < BLOCK_CHANNELS ? d->in.pixel - c : BLOCK_CHANNELS;
-            depthwise_lanes(d, r / d->out.height, r % d->out.height, c, lanes, taps);
-        }
-}
+#include "layers/depthwise_vectors.h"
 #endif
 
 // Compute this thread's part of the convolution.
@@ -230,7 +110,7 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
     const struct Limits* q = d->limits;
 #if defined(__AVX2__)
     if (d->taps_y * d->taps_x <= MOST_TAPS) {
-        depthwise_lines(d, shard_begin(lines, thread, threads), shard_begin(lines, thread + 1, threads));
+        depthwise_lines<PixelsOfTaps>(d, thread, threads);
         return;
     }
 #endif
@@ -267,4 +147,15 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
                 if (d->table.look_up) d->table.look_up(out, 1, 0, lanes, d->table.entries);
             }
     }
+}
+
+// Compute this thread's part of a convolution with this many taps, `STRIDE` columns apart and without dilation of
+// columns. `CLAMPS`: scaled sums may be outside of the range of integers.
+template <int TAPS_Y, int TAPS_X, int STRIDE, int CLAMPS>
+static inline void depthwise_columns(const struct DepthwisePlain* d, int thread, int threads) {
+#if defined(__AVX2__)
+    depthwise_lines<PixelsOfColumns<TAPS_Y, TAPS_X, STRIDE, CLAMPS>>(d, thread, threads);
+#else
+    depthwise_plain(d, thread, threads);
+#endif
 }

@@ -185,7 +185,7 @@ def depthwise_kernel(
     channels, _, taps_y, taps_x = piece.shape
     if isa.depthwise is None or piece.dilation[1] != 1:
         missing = f"{isa.name} has none" if isa.depthwise is None else "dilated columns have none"
-        return DepthwiseLoops(), f"every output sums one input channel; of depthwise tiles, {missing}"
+        return DepthwiseLoops(clamps_float), f"every output sums one input channel; of depthwise tiles, {missing}"
     best = cheapest_depthwise_tile((taps_y, taps_x), piece.stride, piece.dilation[0])
     tile = replace(best, result=result, saturates=saturates, clamps_float=clamps_float)
     blocks = -(-channels // tile.channels)
