@@ -15,8 +15,8 @@ VERSION = "0.2.0"
 """Version of this package, which saved models record."""
 
 
-CONSTANTS_SHARE = 4
-"""Size of the cache of packed weights as a multiple of that of the kernel cache."""
+PROGRAMS_SHARE = 4
+"""Size of the cache of loaded programs as a multiple of that of the kernel cache."""
 
 
 def cache_dir() -> Path:
@@ -34,9 +34,9 @@ def cache_limit_bytes() -> int:
     return _number("INTAGLIO_CACHE_MB", 1024) * MEGA
 
 
-def constants_limit_bytes() -> int:
-    """Return the maximum size of the cache of packed weights in bytes: four times that of the kernel cache."""
-    return CONSTANTS_SHARE * cache_limit_bytes()
+def programs_limit_bytes() -> int:
+    """Return the maximum size of the cache of loaded programs in bytes: four times that of the kernel cache."""
+    return PROGRAMS_SHARE * cache_limit_bytes()
 
 
 def max_plans() -> int:

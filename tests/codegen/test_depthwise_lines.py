@@ -29,6 +29,14 @@ SIZES = [
     (40, (5, 1), 1, (2, 1)),
     (33, (8, 8), 1, 2),
     (18, (9, 8), 1, (1, 2)),  # more than 64 taps
+    # input columns that are read once without microkernels
+    (24, (3, 3), 1, 1),
+    (37, (5, 5), 1, 1),
+    (40, (3, 3), 2, 1),
+    (20, (5, 5), 2, 1),
+    (9, (3, 3), (1, 2), (2, 1)),
+    (31, (2, 5), 1, 1),
+    (12, (7, 3), (2, 1), 1),
 ]
 TAILS = (F.relu, F.silu, torch.sigmoid, lambda x: x, lambda x: x.clamp(-0.25, 0.5))
 

@@ -11,21 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from intaglio.build.check import check_schedules
 from intaglio.build.planned import Planned
 from intaglio.build.scheduled_plan import plan_text_of, scheduled_plan
-from intaglio.codegen import emit
+from intaglio.build.stored_programs import print_program, program_of_file
 from intaglio.errors import ArtifactError, BuildError, did_you_mean
 from intaglio.ir import Graph, Program, Schedule, graph_text
-from intaglio.ir.names import sanitized
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
 from intaglio.native.compile import install
-from intaglio.native.constants_cache import ConstantsCache
 from intaglio.native.native_library import use_trusted
 from intaglio.native.toolchain import NO_COMPILER
 from intaglio.ops import OpDef, check_graph, checked_records
-from intaglio.plan import Plan, plan_graph
+from intaglio.plan import plan_graph
 from intaglio.runtime import (
     Artifact,
     Coverage,
@@ -76,8 +73,8 @@ def compile(
     here, *others = isas_to_build(isa)
     general, name = plan_graph(lowered.graph), lowered.model_info.name
     planned = Planned(lowered, scheduled_plan(general, here, schedules))
-    artifact = build_artifact(_emit(planned.plan, name))
-    libraries = {other: build_library(_emit(scheduled_plan(general, other), name)) for other in others}
+    artifact = build_artifact(print_program(planned.plan, name))
+    libraries = {other: build_library(print_program(scheduled_plan(general, other), name)) for other in others}
     return _compiled(planned, artifact, libraries, isa, {here: dict(schedules)} if schedules else {})
 
 
@@ -87,7 +84,9 @@ def compile_planned(planned: Planned) -> QuantizedModel:
     Raises:
         BuildError: Compilation fails.
     """
-    return _compiled(planned, build_artifact(_emit(planned.plan, planned.lowered.model_info.name)), {}, planned.isa, {})
+    return _compiled(
+        planned, build_artifact(print_program(planned.plan, planned.lowered.model_info.name)), {}, planned.isa, {}
+    )
 
 
 def plan_program(lowered: Lowered, *, isa: str | None = None) -> Planned:
@@ -182,13 +181,13 @@ def _opened(
                     remedy="pass their records again: load(path, operators=[...])",
                 )
             check_graph(saved.graph, given)
-            general, name, tuned = plan_graph(saved.graph), saved.model_info.name, saved.schedules
-            check_schedules(tuned, general)
-            own = library.schedules if library else tuned.get(chosen)
-            caches = library.caches if library else None
-            program = _emit(scheduled_plan(general, present[0] if library else chosen, own, caches), name)
-            if library is not None and library.key != program_key(program):
-                library, program = None, _emit(scheduled_plan(general, chosen, tuned.get(chosen)), name)
+            tuned = saved.schedules.get(chosen)
+            if library is None:
+                program = program_of_file(saved, chosen, tuned)
+            else:
+                program = program_of_file(saved, present[0], library.schedules, library.caches)
+                if library.key != program_key(program):
+                    library, program = None, program_of_file(saved, chosen, tuned)
         except ArtifactError:
             raise
         except Exception as error:  # a file's graph can be invalid in ways that checks do not find
@@ -248,10 +247,6 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _emit(plan: Plan, name: str) -> Program:
-    return emit(plan, sanitized(name) or "model", ConstantsCache())
-
-
 def _integer_text(graph: Graph, bodies: Mapping[str, QuantizedModel]) -> str:
     """Return the text of a graph and of the bodies of its loops."""
     return graph_text(graph) + "".join(f"body of {name}:\n{one.text('integer')}" for name, one in bodies.items())
@@ -294,7 +289,7 @@ def _model(saved: SavedModel, artifact: Artifact, hosts: Mapping[str, OpDef]) ->
 
 def emit_for(model: QuantizedModel, isa: str) -> Program:
     """Return the model's program for another instruction set, with the schedules that it keeps for that one."""
-    return _emit(scheduled_plan(plan_graph(model.graph), isa, model.schedules.get(isa)), model.model_info.name)
+    return print_program(scheduled_plan(plan_graph(model.graph), isa, model.schedules.get(isa)), model.model_info.name)
 
 
 def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
@@ -306,9 +301,9 @@ def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     check_graph(graph, hosts)
     general, name = plan_graph(graph), model.model_info.name
     isa = model.artifact.program.isa
-    artifact = build_artifact(_emit(scheduled_plan(general, isa, model.schedules.get(isa)), name))
+    artifact = build_artifact(print_program(scheduled_plan(general, isa, model.schedules.get(isa)), name))
     libraries = {
-        one: build_library(_emit(scheduled_plan(general, one, model.schedules.get(one)), name))
+        one: build_library(print_program(scheduled_plan(general, one, model.schedules.get(one)), name))
         for one in model.libraries
     }
     kept = [stage for stage in model.model_info.texts if stage not in ("reference", *REBUILT_STAGES)]

@@ -53,7 +53,7 @@ class Context:
 
     def __init__(self, plan: Plan, isa: Isa, index: Mapping[str, int]) -> None:
         self.plan, self.isa = plan, isa
-        self.blob = PackedConstants(plan.graph.constants.source)
+        self.blob = PackedConstants()
         self.families: dict[str, KernelFamily] = {}
         self.headers = {"base/run.h"}
         self.kernels: list[TileSpec | DepthwiseSpec] = []

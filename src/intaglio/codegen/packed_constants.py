@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
-from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
@@ -17,34 +16,35 @@ HUGE_PAGE_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 """Advice for the memory of constants, where the operating system knows it."""
 
 
-class ConstantsStore(Protocol):
-    """Keeps packed constants between processes."""
+def constants_memory(size: int) -> mmap.mmap:
+    """Return zeros for so many bytes of constants, at least; unwritten pages use no memory.
 
-    def read(self, key: str, arrays: Sequence[memoryview]) -> bool:
-        """Fill arrays with what was stored under a key. Return whether there was something of their sizes; if not,
-        their contents are undefined."""
+    Linux is asked for huge pages: layers with few rows take the time of reading their weights, and a loop that only
+    reads 600 MB is a third slower with pages of 4 KiB (Xeon: 13 instead of 19 GB/s on one thread, 26 instead of 38 on
+    two).
+    """
+    memory = mmap.mmap(-1, max(-(-size // HUGE_PAGE), 1) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise(memory)
+    return memory
 
-    def write(self, key: str, arrays: Sequence[memoryview]) -> None:
-        """Store arrays under a key. Failing to do so is not an error."""
+
+def _advise(memory: mmap.mmap) -> None:
+    """Ask for huge pages, which a system may lack."""
+    if HUGE_PAGE_ADVICE is not None:
+        with contextlib.suppress(OSError):
+            memory.madvise(HUGE_PAGE_ADVICE)
 
 
 class PackedConstants:
     """Constants of a program in one aligned array. Equal arrays are stored once.
 
-    Small arrays are added as they are. Weights are reserved, and packed when all code is printed, unless a store has
-    them: they are most of the bytes, and their text does not depend on their values.
-
-    The array is backed by an anonymous mmap that grows with mremap, so weights are never held in memory twice. Linux is
-    asked for huge pages: layers with few rows take the time of reading their weights, and a loop that only reads 600 MB
-    is a third slower with pages of 4 KiB (Xeon: 13 instead of 19 GB/s on one thread, 26 instead of 38 on two).
-
-    Attributes:
-        source: Digest of the constants of the graph (`Constants.source`), or empty if they do not come from a file.
+    Small arrays are added as they are. Weights are reserved, and packed when all code is printed, since their text does
+    not depend on their values. The array is backed by an anonymous mmap that grows with mremap, so weights are never
+    held in memory twice.
     """
 
-    def __init__(self, source: str = "") -> None:
-        self.source = source
-        self._memory = mmap.mmap(-1, HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def __init__(self) -> None:
+        self._memory = constants_memory(0)
         self._known: dict[Hashable, int] = {}
         self._reserved: list[tuple[int, int, Hashable, Callable[[], np.ndarray]]] = []
         self._size = 0
@@ -63,7 +63,7 @@ class PackedConstants:
 
         Args:
             size: Its bytes.
-            key: Equal for equal arrays; its ``repr`` is the same in every process.
+            key: Equal for equal arrays.
             pack: Returns the array.
         """
         if key not in self._known:
@@ -76,37 +76,21 @@ class PackedConstants:
         self._known[key] = start = self._size
         self._size += size + -size % CONSTANT_ALIGNMENT
         if self._size > len(self._memory):
-            self._memory.resize(-(-2 * self._size // HUGE_PAGE) * HUGE_PAGE)  # unwritten pages use no memory
-            if HUGE_PAGE_ADVICE is not None:
-                with contextlib.suppress(OSError):  # a system may lack them
-                    self._memory.madvise(HUGE_PAGE_ADVICE)
+            self._memory.resize(-(-2 * self._size // HUGE_PAGE) * HUGE_PAGE)
+            _advise(self._memory)
         return start
 
-    def array(self, store: ConstantsStore | None = None) -> np.ndarray:
+    def array(self) -> np.ndarray:
         """Return all constants, u8[bytes]. No constant can be added afterwards.
-
-        Args:
-            store: Has them from another process, or gets them, if the graph's constants come from a file.
 
         Raises:
             ValueError: A weight does not have the size that was reserved for it.
         """
         memory = memoryview(self._memory)
-        parts = [memory[start : start + size] for start, size, _, _ in self._reserved]
-        stored = store if self.source else None
-        key = self._digest() if stored is not None else ""
-        if stored is None or not stored.read(key, parts):
-            for part, (_, size, what, pack) in zip(parts, self._reserved, strict=True):
-                data = np.ascontiguousarray(pack()).reshape(-1).view(np.uint8)
-                if data.nbytes != size:
-                    raise ValueError(f"{what!r:.60} is packed in {data.nbytes} bytes, but {size} are reserved")
-                part[:] = data.data
-            if stored is not None:
-                stored.write(key, parts)
+        for start, size, what, pack in self._reserved:
+            data = np.ascontiguousarray(pack()).reshape(-1).view(np.uint8)
+            if data.nbytes != size:
+                raise ValueError(f"{what!r:.60} is packed in {data.nbytes} bytes, but {size} are reserved")
+            memory[start : start + size] = data.data
         self._reserved.clear()
         return np.frombuffer(self._memory, np.uint8)[: self._size]
-
-    def _digest(self) -> str:
-        """Return a digest of all that the reserved bytes depend on but the code that packs them."""
-        reserved = [(size, what) for _, size, what, _ in self._reserved]
-        return hashlib.sha256(f"{self.source} {reserved!r}".encode()).hexdigest()

@@ -44,7 +44,6 @@ from intaglio.codegen.emitters.emit_steps import (
     emit_quantize,
     emit_table,
 )
-from intaglio.codegen.packed_constants import ConstantsStore
 from intaglio.codegen.shared_bodies import with_shared_bodies
 from intaglio.codegen.writer import Code
 from intaglio.ir import External, HostCall, IslandCall, Program, StepInfo, TensorType
@@ -101,13 +100,12 @@ BARRIER = "intaglio_barrier_wait(r->barrier, threads);"
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 
-def emit(plan: Plan, name: str, store: ConstantsStore | None = None) -> Program:
+def emit(plan: Plan, name: str) -> Program:
     """Return the program of a plan for the instruction set that `schedule_plan` chose kernels for.
 
     Args:
         plan: The plan.
         name: Name of the program.
-        store: Has packed constants of other processes, for graphs whose constants are stored in a file.
     """
     if plan.target is None:
         raise ValueError("the plan has no instruction set yet; call schedule_plan(plan, ...) first")
@@ -136,7 +134,7 @@ def emit(plan: Plan, name: str, store: ConstantsStore | None = None) -> Program:
         name,
         code.text(),
         isa,
-        context.blob.array(store),
+        context.blob.array(),
         context.symbols,
         _externals(plan),
         _calls(context),

@@ -1,4 +1,4 @@
-"""Large weights of a loaded model stay in its file, and are packed once: later loads read what the cache has."""
+"""Large weights of a loaded model stay in its file, and its program is printed once: later loads read the cache."""
 
 import contextlib
 import gc
@@ -8,6 +8,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
+from intaglio.build import stored_programs
 from intaglio.codegen.emitters import emit_matmul
 from intaglio.errors import ArtifactError
 from intaglio.ir import Constants, StoredArray
-from intaglio.native import constants_cache
+from intaglio.native import program_cache
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.saved.members import Member, OpenFile
 from intaglio.runtime.saved.stored_arrays import stored_arrays
@@ -50,7 +52,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def small_entries(monkeypatch):
-    monkeypatch.setattr(constants_cache, "SMALLEST_ENTRY", 1 << 16)
+    monkeypatch.setattr(program_cache, "SMALLEST_ENTRY", 1 << 16)
 
 
 @pytest.fixture
@@ -133,23 +135,40 @@ def test_the_file_is_closed_when_nothing_reads_it(saved, fresh_programs):
     assert os.path.realpath(path) not in open_files()
 
 
-def test_weights_are_packed_once(saved, fresh_programs, packed):
+def test_a_program_is_printed_once(saved, fresh_programs, packed, monkeypatch):
     path, x, expected = saved
-    first = intaglio.load(path, trust=True)
+    first = intaglio.load(path)
     count = len(packed)
-    entries = list((fresh_programs / constants_cache.FOLDER).iterdir())
+    entries = list((fresh_programs / program_cache.FOLDER).iterdir())
     assert len(entries) == 1
     assert os.stat(entries[0]).st_mode & 0o022 == 0
-    second = intaglio.load(path, trust=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(stored_programs, "plan_graph", None)
+        patch.setattr(stored_programs, "emit", None)
+        second = intaglio.load(path)
     assert len(packed) == count
-    assert np.array_equal(first.artifact.constants, second.artifact.constants)
+    a, b = first.artifact.program, second.artifact.program
+    assert np.array_equal(a.constants, b.constants)
+    assert replace(a, constants=b.constants).__dict__ == b.__dict__
+    assert second.text("plan") == first.text("plan")
     assert torch.equal(second(x), expected)
 
 
-def test_a_damaged_entry_is_packed_again(saved, fresh_programs, caplog):
+def test_programs_for_other_names_and_instruction_sets_have_other_entries(saved, fresh_programs, tmp_path):
+    path, x, expected = saved
+    renamed = tmp_path / "renamed.intaglio"
+    model = intaglio.load(path)
+    model.model_info = replace(model.model_info, name="renamed")
+    model.save(renamed)
+    assert intaglio.load(renamed).artifact.program.name == "renamed"
+    assert torch.equal(intaglio.load(path, isa="portable")(x), expected)
+    assert len(list((fresh_programs / program_cache.FOLDER).iterdir())) == 3
+
+
+def test_a_damaged_entry_is_printed_again(saved, fresh_programs, caplog):
     path, x, expected = saved
     intaglio.load(path, trust=True)
-    (entry,) = (fresh_programs / constants_cache.FOLDER).iterdir()
+    (entry,) = (fresh_programs / program_cache.FOLDER).iterdir()
     content = entry.read_bytes()
     for damaged in (content[:-1], content[:-40] + bytes(40), bytes([content[0] ^ 1]) + content[1:], b""):
         entry.write_bytes(damaged)
@@ -163,21 +182,22 @@ def test_a_damaged_entry_is_packed_again(saved, fresh_programs, caplog):
 @pytest.mark.parametrize("bytes_at_once", [1000, 1 << 17])
 def test_an_entry_is_checked_in_every_piece(tmp_path, monkeypatch, bytes_at_once):
     monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(constants_cache, "PIECE_BYTES", bytes_at_once)
-    cache, draw = constants_cache.ConstantsCache(), np.random.default_rng(0)
-    arrays = [draw.integers(0, 256, size, np.uint8) for size in (70_001, 1, 123_456)]
-    cache.write("key", [array.data for array in arrays])
-    (entry,) = (tmp_path / constants_cache.FOLDER).iterdir()
+    monkeypatch.setattr(program_cache, "PIECE_BYTES", bytes_at_once)
+    draw = np.random.default_rng(0)
+    constants, record = draw.bytes(123_456), draw.bytes(70_001)
+    program_cache.write("key", memoryview(constants), record)
+    (entry,) = (tmp_path / program_cache.FOLDER).iterdir()
     content = entry.read_bytes()
 
-    def read() -> list[np.ndarray] | None:
-        found = [np.zeros_like(array) for array in arrays]
-        return found if cache.read("key", [array.data for array in found]) else None
+    def read() -> tuple[memoryview, bytes] | None:
+        return program_cache.read("key", lambda size: memoryview(bytearray(size)))
 
-    for array, found in zip(arrays, read() or (), strict=True):
-        assert np.array_equal(array, found)
-    for place in (0, 69_999, 70_000, 70_001, 70_002, 150_000, len(content) - 33, len(content) - 1):
+    assert read() == (constants, record)
+    for place in (0, 123_455, 123_456, 150_000, *range(len(content) - 41, len(content))):
         entry.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert read() is None
+    for damaged in (b"", content[1:], content[:-1], content[-40:]):
+        entry.write_bytes(damaged)
         assert read() is None
 
 
@@ -193,16 +213,16 @@ def test_other_weights_and_other_code_have_other_entries(saved, fresh_programs, 
     assert not torch.equal(changed, expected)
     assert torch.equal(intaglio.load(other, trust=True)(x), changed)
     assert torch.equal(intaglio.load(path, trust=True)(x), expected)
-    monkeypatch.setattr(constants_cache, "_code", lambda: "another version")
+    monkeypatch.setattr(program_cache, "_code", lambda: "another version")
     intaglio.load(path, trust=True)
-    assert len(list((fresh_programs / constants_cache.FOLDER).iterdir())) == 3
+    assert len(list((fresh_programs / program_cache.FOLDER).iterdir())) == 3
 
 
 def test_a_cache_without_space_stores_nothing(saved, fresh_programs, monkeypatch):
     path, x, expected = saved
     monkeypatch.setenv("INTAGLIO_CACHE_MB", "0")
     assert torch.equal(intaglio.load(path, trust=True)(x), expected)
-    assert not (fresh_programs / constants_cache.FOLDER).exists()
+    assert not (fresh_programs / program_cache.FOLDER).exists()
 
 
 def test_arrays_that_are_added_change_the_digest():

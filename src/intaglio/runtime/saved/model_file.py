@@ -85,6 +85,7 @@ class SavedModel:
         bodies: bodies of loops in float islands, by name.
         attributes: plain attributes of the float model.
         runtime: thread pool for the libraries, with which they run without a compiler.
+        graph_digest: SHA-256 of the graph without its constants as the file has it, or empty if it has none.
     """
 
     graph: Graph
@@ -99,6 +100,7 @@ class SavedModel:
     bodies: Mapping[str, SavedModel] = field(default_factory=dict)
     attributes: KeptAttributes = field(default_factory=KeptAttributes)
     runtime: RuntimeLibrary | None = None
+    graph_digest: str = ""
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -225,7 +227,8 @@ def _decoded(manifest: dict[str, Any], members: dict[str, Member]) -> SavedModel
     """Decode a manifest and its members, which are removed from ``members``."""
     arrays = stored_arrays(take_member(members, "weights.safetensors"))
     parameters = ParameterTable(arrays[SCALES_MEMBER])
-    graph = verify(decode_graph(from_json(take_member(members, "graph.json").read()), parameters, arrays), "load")
+    text = take_member(members, "graph.json")
+    graph = verify(decode_graph(from_json(text.read()), parameters, arrays), "load")
     signature = decode_signature(manifest["signature"], parameters, arrays)
     islands = _islands(
         from_json(take_member(members, "islands.json").read()),
@@ -265,6 +268,7 @@ def _decoded(manifest: dict[str, Any], members: dict[str, Member]) -> SavedModel
         bodies,
         decode_attributes(manifest["attributes"]) if "attributes" in manifest else KeptAttributes(),
         runtime,
+        text.digest,
     )
 
 

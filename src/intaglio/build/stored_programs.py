@@ -1,0 +1,74 @@
+"""Programs of graphs: printed, or read from the cache if the file of the graph was loaded before."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from intaglio.build.check import check_schedules
+from intaglio.build.scheduled_plan import scheduled_plan
+from intaglio.codegen import constants_memory, emit
+from intaglio.ir import Program, Schedule
+from intaglio.ir.names import sanitized
+from intaglio.native import cpu as machine
+from intaglio.native import program_cache
+from intaglio.plan import Plan, plan_graph
+from intaglio.runtime import SavedModel, host_names
+
+
+def print_program(plan: Plan, name: str) -> Program:
+    """Return the program of a scheduled plan."""
+    return emit(plan, sanitized(name) or "model")
+
+
+def program_of_file(
+    saved: SavedModel, isa: str, schedules: Mapping[str, Schedule] | None, caches: tuple[int, int] | None = None
+) -> Program:
+    """Return the program of a file's graph, which later loads of the file read from the cache.
+
+    Args:
+        saved: contents of the file, with a checked graph.
+        isa: instruction set.
+        schedules: schedules by output value that replace analytic ones.
+        caches: cache sizes that schedules are made for; by default those of this machine.
+
+    Raises:
+        ValueError: a schedule of the file is invalid.
+    """
+    key = _key(saved, isa, schedules, caches)
+    if key and (found := _stored(key)) is not None:
+        return found
+    plan = plan_graph(saved.graph)
+    check_schedules(saved.schedules, plan)
+    program = print_program(scheduled_plan(plan, isa, schedules, caches), saved.model_info.name)
+    if key:
+        record = pickle.dumps(replace(program, constants=np.empty(0, np.uint8)), pickle.HIGHEST_PROTOCOL)
+        program_cache.write(key, program.constants.data, record)
+    return program
+
+
+def _stored(key: str) -> Program | None:
+    """Return the program that the cache has under a key, or ``None``."""
+    found = program_cache.read(key, lambda size: memoryview(constants_memory(size))[:size])
+    if found is None:
+        return None
+    constants, record = found
+    program = pickle.loads(record)  # its digest was checked, and the folder belongs to this user, as that of libraries
+    return replace(program, constants=np.frombuffer(constants, np.uint8))
+
+
+def _key(saved: SavedModel, isa: str, schedules: Mapping[str, Schedule] | None, caches: tuple[int, int] | None) -> str:
+    """Return a digest of all that the program depends on but the code that prints it.
+
+    It is empty if the graph does not come from a file as it is, or has operators whose code is not in the package.
+    """
+    weights, sizes = saved.graph.constants.source, machine.caches()
+    if not (saved.graph_digest and weights) or host_names(saved.graph):
+        return ""
+    tuned = {one: sorted(chosen.items()) for one, chosen in sorted(saved.schedules.items())}
+    parts = saved.graph_digest, weights, saved.model_info.name, isa, caches or (sizes.l1, sizes.l2), tuned
+    return hashlib.sha256(repr((*parts, sorted((schedules or {}).items()))).encode()).hexdigest()
