@@ -85,7 +85,7 @@ class SavedModel:
         bodies: bodies of loops in float islands, by name.
         attributes: plain attributes of the float model.
         runtime: thread pool for the libraries, with which they run without a compiler.
-        graph_digest: SHA-256 of the graph without its constants as the file has it, or empty if it has none.
+        graph_digest: SHA-256 of the graph without its constants as the file has it; empty if the graph was not loaded.
     """
 
     graph: Graph
