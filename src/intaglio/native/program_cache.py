@@ -24,7 +24,7 @@ from intaglio.native.cache_folder import evict, make_folder, open_entry, trusted
 
 FOLDER, SUFFIX = "programs", ".program"
 DIGEST_BYTES, LENGTH_BYTES = hashlib.sha256().digest_size, 8
-SMALLEST_ENTRY = 1 << 20
+SMALLEST_ENTRY = 1 << 16
 """Bytes of constants from which programs are stored. Those of smaller models are printed in some milliseconds."""
 CODE = ("build", "codegen", "fusion", "ir", "kernels", "native/program_cache.py", "numerics", "ops", "plan", "runtime")
 """Folders and files with the code that entries depend on."""

@@ -50,11 +50,6 @@ def saved(request, tmp_path_factory) -> tuple[Path, torch.Tensor, torch.Tensor]:
     return path, x, int8(x)
 
 
-@pytest.fixture(autouse=True)
-def small_entries(monkeypatch):
-    monkeypatch.setattr(program_cache, "SMALLEST_ENTRY", 1 << 16)
-
-
 @pytest.fixture
 def packed(monkeypatch) -> list[str]:
     """The names of weights that are packed during the test."""
