@@ -10,7 +10,7 @@ from torch import nn
 from intaglio import Recipe, stages
 from intaglio.lower import Lowered
 from intaglio.plan import plan_graph
-from support.int8_models import assert_same
+from support.int8_models import assert_program_matches, assert_same
 from support.lowering import quantized
 from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
@@ -76,12 +76,7 @@ def test_images_match_in_every_batch_and_layout(images, batch, seed, threads, la
     inputs = drawn_images(batch, seed)
     if last:
         inputs = [x.to(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert_same(model(*inputs), lowered(*inputs))
-    finally:
-        torch.set_num_threads(before)
+    assert_program_matches(model, lowered, inputs, threads)
 
 
 def rows():
@@ -131,12 +126,7 @@ def tokens():
 def test_token_epilogues_match_the_interpreter_for_every_batch(tokens, batch, seed, threads):
     lowered, model = tokens
     inputs = drawn_rows(batch, seed)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert_same(model(*inputs), lowered(*inputs))
-    finally:
-        torch.set_num_threads(before)
+    assert_program_matches(model, lowered, inputs, threads)
 
 
 def test_a_loop_is_fused_into_the_last_of_two_products_it_reads(tokens):
