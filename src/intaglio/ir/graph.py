@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -112,6 +113,14 @@ class Graph:
                 readers[name].append(op)
         return {name: tuple(ops) for name, ops in readers.items()}
 
+    def makers(self) -> Mapping[str, Op]:
+        """Return for each value that is computed the operator that computes it."""
+        return self._makers
+
+    @cached_property
+    def _makers(self) -> Mapping[str, Op]:
+        return MappingProxyType({name: op for op in self.ops for name in op.outputs})
+
     def byte_inputs(self) -> frozenset[int]:
         """Return the positions of inputs that may be passed as uint8 quantized values instead of floats.
 
@@ -129,6 +138,10 @@ class Graph:
 
     def symbols(self) -> tuple[str, ...]:
         """Return the names of the inputs' free dimensions, sorted."""
+        return self._symbols
+
+    @cached_property
+    def _symbols(self) -> tuple[str, ...]:
         names = [symbols_of(dim) for name in self.inputs for dim in self.types[name].shape]
         return tuple(sorted(frozenset().union(*names)))
 

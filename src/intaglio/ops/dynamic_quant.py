@@ -88,7 +88,8 @@ def computes_row_scales(op: Op) -> bool:
 def valid_row_accumulator(op: Op, graph: Graph) -> None:
     """Check that an accumulator has the scales of its rows, and that there is a constant scale and bias per column."""
     acc, scales, columns, bias, *ends = (graph.types[name] for name in op.inputs)
-    made = any(computes_row_scales(one) and op.inputs[1] == one.outputs[1] for one in graph.ops)
+    maker = graph.makers().get(op.inputs[1])
+    made = maker is not None and computes_row_scales(maker) and maker.outputs[1] == op.inputs[1]
     if not made or acc.q != per_token_accumulator_qparams(op.inputs[1]) or scales.shape != scales_shape(acc.shape):
         raise ValueError(
             f"%{op.output}: the accumulator {acc} does not belong to the per-token scales %{op.inputs[1]} {scales}"

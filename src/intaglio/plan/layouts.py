@@ -123,7 +123,7 @@ def _kernel_only_values(graph: Graph) -> frozenset[str]:
 
 def _alias_concatenated_operands(cat: Op, graph: Graph, buffers: dict[str, Buffer], reasons: dict[str, str]) -> None:
     """Make operands of a concatenation aliases of its parts, if it is their only reader and their kernels allow it."""
-    users, makers = graph.users(), {output: op for op in graph.ops for output in op.outputs}
+    users, makers = graph.users(), graph.makers()
     channel: Dim = 0
     for name in cat.inputs:
         if name not in buffers:

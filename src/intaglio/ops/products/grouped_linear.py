@@ -113,8 +113,8 @@ def check_grouped_linear(op: Op, graph: Graph) -> None:
 
 def is_read_by_groups(acc: str, ends: str, graph: Graph) -> bool:
     """Return whether an accumulator is that of a grouped linear layer with these ends of groups."""
-    makers = [op for op in graph.ops if acc in op.outputs]
-    return len(makers) == 1 and makers[0].kind == GROUPED_LINEAR.name and makers[0].inputs[ENDS] == ends
+    maker = graph.makers().get(acc)
+    return maker is not None and maker.kind == GROUPED_LINEAR.name and maker.inputs[ENDS] == ends
 
 
 def check_dequantize_groups(op: Op, graph: Graph) -> None:

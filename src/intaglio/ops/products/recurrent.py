@@ -248,7 +248,8 @@ def valid_recurrent(op: Op, graph: Graph) -> None:
     if x.dtype is not DType.U8 or x.q is None or len(x.shape) != 3 - attrs["cell"] or not isinstance(x.shape[-1], int):
         raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} expects u8 values with a fixed number of features")
     if attrs["rows"]:
-        made = any(computes_row_scales(one) and one.outputs == op.inputs[:2] for one in graph.ops)
+        maker = graph.makers().get(op.inputs[1])
+        made = maker is not None and computes_row_scales(maker) and maker.outputs == op.inputs[:2]
         if not made or x.q != per_token_qparams(op.inputs[1]):
             raise ValueError(f"%{op.inputs[0]} is {x}, which does not belong to the per-token scales %{op.inputs[1]}")
     elif isinstance(x.q.axis, int) or len(x.q.scales) != 1:

@@ -61,7 +61,7 @@ def _reading(op: Op, inputs: tuple[str, ...]) -> Op:
 
 def sort_first_places(graph: Graph) -> tuple[Graph, int]:
     """Let an argsort find only the first places if a slice of these is its only reader."""
-    users, makers = graph.users(), {op.output: op for op in graph.ops}
+    users, makers = graph.users(), graph.makers()
     ops: dict[str, Op] = {op.output: op for op in graph.ops}
     count = 0
     for op in graph.ops:

@@ -16,8 +16,7 @@ def share_heads(graph: Graph) -> tuple[Graph, int]:
 
     The kernel packs each head once and multiplies it by all its heads of queries, so that the copy is not needed.
     """
-    makers = {op.output: op for op in graph.ops if len(op.outputs) == 1}
-    ops, count = [], 0
+    makers, ops, count = graph.makers(), list[Op](), 0
     for op in graph.ops:
         if op_def(op) is ATTENTION:
             keys, values = (_before_repetition(name, makers, graph) for name in op.inputs[1:3])

@@ -130,7 +130,7 @@ def checked_identifier(text: Any) -> str:
 def checked_value_name(text: Any) -> str:
     """Return ``text`` if it is a valid name of a value, made of letters and digits of any script and ``_``. Raise
     `ValueError` otherwise."""
-    if not isinstance(text, str) or not text or not all(c.isalnum() or c == "_" for c in text):
+    if not isinstance(text, str) or not text.replace("_", "0").isalnum():
         raise ValueError(f"{text!r:.60} is not the name of a value")
     return sys.intern(text)
 
