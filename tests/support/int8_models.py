@@ -13,6 +13,7 @@ from intaglio.runtime import QuantizedModel
 from support import nets
 from support.lowering import quantized, tensors
 from support.nets import Body
+from support.programs import threads
 
 
 @cache
@@ -39,10 +40,6 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(a, b)
 
 
-def assert_program_matches(program: nn.Module, graph: Lowered, inputs: list[Tensor], threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+def assert_program_matches(program: nn.Module, graph: Lowered, inputs: list[Tensor], count: int) -> None:
+    with threads(count):
         assert_same(program(*inputs), graph(*inputs))
-    finally:
-        torch.set_num_threads(before)

@@ -207,8 +207,10 @@ def compiled(program: Callable[[Net], tuple[str, ...]], isa: str) -> QuantizedMo
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def assert_bits_compiled_and_loaded(lowered: Lowered, isa: str, batches: Sequence[torch.Tensor], folder: Path) -> None:

@@ -84,9 +84,8 @@ def compile_planned(planned: Planned) -> QuantizedModel:
     Raises:
         BuildError: Compilation fails.
     """
-    return _compiled(
-        planned, build_artifact(print_program(planned.plan, planned.lowered.model_info.name)), {}, planned.isa, {}
-    )
+    program = print_program(planned.plan, planned.lowered.model_info.name)
+    return _compiled(planned, build_artifact(program), {}, planned.isa, {})
 
 
 def plan_program(lowered: Lowered, *, isa: str | None = None) -> Planned:

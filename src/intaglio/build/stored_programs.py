@@ -57,17 +57,19 @@ def _stored(key: str) -> Program | None:
     if found is None:
         return None
     constants, record = found
-    program = pickle.loads(record)  # its digest was checked, and the folder belongs to this user, as that of libraries
+    program = pickle.loads(record)  # of this user or root, like the libraries that are loaded from the cache
     return replace(program, constants=np.frombuffer(constants, np.uint8))
 
 
 def _key(saved: SavedModel, isa: str, schedules: Mapping[str, Schedule] | None, caches: tuple[int, int] | None) -> str:
     """Return a digest of all that the program depends on but the code that prints it.
 
-    It is empty if the graph does not come from a file as it is, or has operators whose code is not in the package.
+    It is empty if the graph has operators of the user, whose code is not in the package.
     """
     weights, sizes = saved.graph.constants.source, machine.caches()
-    if not (saved.graph_digest and weights) or host_names(saved.graph):
+    assert saved.graph_digest
+    assert weights
+    if host_names(saved.graph):
         return ""
     tuned = {one: sorted(chosen.items()) for one, chosen in sorted(saved.schedules.items())}
     parts = saved.graph_digest, weights, saved.model_info.name, isa, caches or (sizes.l1, sizes.l2), tuned

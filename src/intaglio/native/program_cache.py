@@ -22,7 +22,8 @@ from intaglio.drafts import draft_file
 from intaglio.errors import BuildError
 from intaglio.native.cache_folder import evict, make_folder, open_entry, trusted_folder
 
-FOLDER, SUFFIX = "programs", ".program"
+FOLDER, SUFFIX = "constants", ".program"
+"""Version 0.2 kept constants alone in this folder, in files with another suffix, which are evicted as others are."""
 DIGEST_BYTES, LENGTH_BYTES = hashlib.sha256().digest_size, 8
 SMALLEST_ENTRY = 1 << 16
 """Bytes of constants from which programs are stored. Those of smaller models are printed in some milliseconds."""

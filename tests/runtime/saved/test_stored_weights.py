@@ -213,6 +213,17 @@ def test_other_weights_and_other_code_have_other_entries(saved, fresh_programs, 
     assert len(list((fresh_programs / program_cache.FOLDER).iterdir())) == 3
 
 
+def test_constants_of_version_0_2_are_evicted(saved, fresh_programs, monkeypatch):
+    folder = fresh_programs / program_cache.FOLDER
+    folder.mkdir(mode=0o700)
+    old = folder / "0123.constants"
+    old.write_bytes(bytes(5 << 20))
+    os.utime(old, (0, 0))
+    monkeypatch.setenv("INTAGLIO_CACHE_MB", "1")
+    intaglio.load(saved[0])
+    assert [entry.suffix for entry in folder.iterdir()] == [program_cache.SUFFIX]
+
+
 def test_a_cache_without_space_stores_nothing(saved, fresh_programs, monkeypatch):
     path, x, expected = saved
     monkeypatch.setenv("INTAGLIO_CACHE_MB", "0")

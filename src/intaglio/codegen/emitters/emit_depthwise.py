@@ -14,10 +14,9 @@ from intaglio.plan.scheduling.convolution_pieces import Piece
 
 CHANNELS = 64
 """Channels of a block, after which an epilogue gets the results (native/layers/depthwise.h)."""
-COLUMN_TAPS = (3, 5)
-COLUMN_STRIDES = (1, 2)
-MOST_COLUMN_ROWS = 7
-"""Columns and rows of taps, and strides, with which the library reads each input column once without microkernels."""
+COLUMN_TAPS, COLUMN_STRIDES, MOST_COLUMN_ROWS = (3, 5), (1, 2), 7
+"""Numbers of tap columns, strides between output pixels, and the largest number of tap rows with which the library
+widens each input column once (native/layers/depthwise_vectors.h)."""
 
 
 def pack_depthwise(weight: np.ndarray, spec: DepthwiseSpec) -> np.ndarray:
@@ -109,8 +108,8 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
 def _emit_plain(code: Code, layer: Layer, kernel: DepthwiseLoops, context: Context) -> str:
     """Print a `struct DepthwisePlain`, and return the name of the function that computes it without microkernels.
 
-    They are used for instruction sets without depthwise kernels and for dilated columns. Weights are packed as [kernel
-    y, kernel x, channel].
+    The library computes layers for instruction sets without depthwise kernels, and those with dilated columns. Weights
+    are packed as [kernel y, kernel x, channel].
     """
     piece = layer.piece
     channels, _, taps_y, taps_x = piece.shape

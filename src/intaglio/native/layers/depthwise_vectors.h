@@ -214,7 +214,7 @@ struct PixelsOfTaps {
 // the other; each is added to all pixels that read it. The sums of the oldest of these are complete then.
 template <int TAPS_Y, int TAPS_X, int STRIDE, int CLAMPS_FLOAT>
 struct PixelsOfColumns {
-    static_assert(TAPS_X % 2 && STRIDE <= 2 && (TAPS_X - 1) % STRIDE == 0, "columns are read in pairs");
+    static_assert(TAPS_X % 2 && (STRIDE == 1 || STRIDE == 2), "the first column of a pixel completes an older one");
     enum { ROWS = TAPS_Y / 2, OLDEST = (TAPS_X - 1) / STRIDE, CLAMPS = CLAMPS_FLOAT };
 
     const uint8_t* column;                           // the next input column
@@ -232,7 +232,7 @@ struct PixelsOfColumns {
         for (int64_t y = 0; y < ROWS; ++y)
             for (int64_t x = 0; x < TAPS_X; ++x)
                 weights[y][x] = paired(tap_weights(d, block, 2 * y, x), tap_weights(d, block, 2 * y + 1, x));
-        for (int64_t age = 0; age <= OLDEST; ++age)
+        for (int64_t age = 0; TAPS_Y % 2 && age <= OLDEST; ++age)
             last_weights[age] = paired(tap_weights(d, block, TAPS_Y - 1, age * STRIDE - 1),
                                        tap_weights(d, block, TAPS_Y - 1, age * STRIDE));
     }
