@@ -67,18 +67,63 @@ static inline void pack_lines(const struct Operand* o, int64_t column, int64_t w
     }
 }
 #else
-static inline void pack_lines(const struct Operand* o, int64_t column, int64_t width, int8_t* to) {
-    for (int64_t c = 0; c < 16; ++c)
-        for (int64_t d = 0; d < o->depth; d += 4) {
-            uint32_t four = 0;
-            if (column + c < o->columns && d + 4 <= o->depth) {
-                memcpy(&four, o->base + (column + c) * o->column_stride + d, sizeof four);
-                four ^= 0x80808080;
-            } else if (column + c < o->columns) {
-                four = load_four_u8(o, d, column + c);
-            }
-            memcpy(to + d * width + 4 * c, &four, sizeof four);
+#if defined(__AVX2__)
+// Transpose 8 by 8 dwords.
+static inline void transpose8(__m256i* x) {
+    __m256i y[8];
+    for (int i = 0; i < 8; i += 2) {
+        y[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            x[i + 2 * j] = _mm256_unpacklo_epi64(y[i + j], y[i + 2 + j]);
+            x[i + 2 * j + 1] = _mm256_unpackhi_epi64(y[i + j], y[i + 2 + j]);
         }
+    for (int i = 0; i < 4; ++i) {
+        y[i] = _mm256_permute2x128_si256(x[i], x[4 + i], 0x20);
+        y[4 + i] = _mm256_permute2x128_si256(x[i], x[4 + i], 0x31);
+    }
+    for (int i = 0; i < 8; ++i) x[i] = y[i];
+}
+
+// Pack 8 columns that exist, 32 values of each column at a time, and return how many values were packed.
+static inline int64_t pack_eight_lines(const struct Operand* o, int64_t column, int64_t width, int8_t* to) {
+    const uint8_t* from = o->base + column * o->column_stride;
+    int64_t d = 0;
+    for (; d + 32 <= o->depth; d += 32) {
+        __m256i x[8];
+        for (int i = 0; i < 8; ++i)  // keys of a cache come from memory
+            __builtin_prefetch(from + (PACKED_AHEAD + i) * o->column_stride + d);
+        for (int i = 0; i < 8; ++i)
+            x[i] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(from + i * o->column_stride + d)),
+                                    _mm256_set1_epi8((char)128));
+        transpose8(x);
+        for (int i = 0; i < 8; ++i) _mm256_storeu_si256((__m256i*)(to + (d / 4 + i) * 4 * width), x[i]);
+    }
+    return d;
+}
+#endif
+
+// Pack 16 columns whose values are contiguous along depth.
+static inline void pack_lines(const struct Operand* o, int64_t column, int64_t width, int8_t* to) {
+    for (int64_t half = column; half < column + 16; half += 8, to += 32) {
+        int64_t packed = 0;
+#if defined(__AVX2__)
+        if (half + 8 <= o->columns) packed = pack_eight_lines(o, half, width, to);
+#endif
+        for (int64_t c = 0; c < 8; ++c)
+            for (int64_t d = packed; d < o->depth; d += 4) {
+                uint32_t four = 0;
+                if (half + c < o->columns && d + 4 <= o->depth) {
+                    memcpy(&four, o->base + (half + c) * o->column_stride + d, sizeof four);
+                    four ^= 0x80808080;
+                } else if (half + c < o->columns) {
+                    four = load_four_u8(o, d, half + c);
+                }
+                memcpy(to + d * width + 4 * c, &four, sizeof four);
+            }
+    }
 }
 #endif
 
@@ -86,18 +131,37 @@ static inline void pack_lines(const struct Operand* o, int64_t column, int64_t w
 static inline void pack_quads(const struct Operand* o, int64_t d, int64_t column, int64_t width, int8_t* to) {
     const int64_t columns = o->columns - column < width ? o->columns - column : width;
     const uint8_t* row = o->base + d * o->depth_stride + column;
-    uint32_t quads[PANEL] = {};
+    int64_t c = 0;
     for (int i = 0; i < 4; ++i) __builtin_prefetch(row + (PACKED_AHEAD + i) * o->depth_stride);
     if (d + 4 <= o->depth) {
         const uint8_t *second = row + o->depth_stride, *third = second + o->depth_stride,
                       *fourth = third + o->depth_stride;
-        for (int64_t c = 0; c < columns; ++c)
-            quads[c] =
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+        for (; c + 16 <= columns; c += 16) {
+            __m128i x[4], y[4];
+            for (int i = 0; i < 4; ++i)
+                x[i] = _mm_xor_si128(_mm_loadu_si128((const __m128i*)(row + i * o->depth_stride + c)),
+                                     _mm_set1_epi8((char)128));
+            for (int i = 0; i < 4; i += 2) {
+                y[i] = _mm_unpacklo_epi8(x[i], x[i + 1]);
+                y[i + 1] = _mm_unpackhi_epi8(x[i], x[i + 1]);
+            }
+            for (int i = 0; i < 2; ++i) {
+                _mm_storeu_si128((__m128i*)(to + 4 * c + 32 * i), _mm_unpacklo_epi16(y[i], y[2 + i]));
+                _mm_storeu_si128((__m128i*)(to + 4 * c + 32 * i + 16), _mm_unpackhi_epi16(y[i], y[2 + i]));
+            }
+        }
+#endif
+        for (; c < columns; ++c) {
+            const uint32_t four =
                 (row[c] | (uint32_t)second[c] << 8 | (uint32_t)third[c] << 16 | (uint32_t)fourth[c] << 24) ^ 0x80808080;
-    } else {
-        for (int64_t c = 0; c < columns; ++c) quads[c] = load_four_u8(o, d, column + c);
+            memcpy(to + 4 * c, &four, sizeof four);
+        }
     }
-    memcpy(to, quads, (size_t)(4 * width));
+    for (; c < width; ++c) {
+        const uint32_t four = c < columns ? load_four_u8(o, d, column + c) : 0;
+        memcpy(to + 4 * c, &four, sizeof four);
+    }
 }
 
 // Pack a matrix into panels of up to 16 * `blocks` columns.
@@ -119,6 +183,23 @@ static __attribute__((noinline)) void pack_operand(const struct Operand* o, int6
     }
 }
 
+#if defined(__AVX2__)
+// Return the sums of 8 columns of a packed operand whose steps of 4 values are `step` bytes apart. Pairs of up to 64
+// steps are added in 16 bits.
+static inline __m256i eight_column_sums(const int8_t* packed, int64_t depth, int64_t step) {
+    __m256i sums = _mm256_setzero_si256();
+    for (int64_t begin = 0; begin < depth; begin += 256) {
+        const int64_t end = depth < begin + 256 ? depth : begin + 256;
+        __m256i pairs = _mm256_setzero_si256();
+        for (int64_t d = begin; d < end; d += 4, packed += step)
+            pairs = _mm256_add_epi16(
+                pairs, _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i*)packed)));
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return sums;
+}
+#endif
+
 // Compute the term of the first operand's zero point: -zero times the sum of each column of the packed operand.
 static __attribute__((noinline)) void column_terms(const struct Operand* o, int64_t blocks, const int8_t* packed,
                                                    int32_t zero, int32_t* terms) {
@@ -136,6 +217,11 @@ static __attribute__((noinline)) void column_terms(const struct Operand* o, int6
             for (int64_t i = 0; i < vectors; ++i)
                 _mm512_storeu_si512(terms + first + c + 16 * i, _mm512_mullo_epi32(sums[i], _mm512_set1_epi32(-zero)));
         }
+#elif defined(__AVX2__)
+        for (; c < width; c += 8)
+            _mm256_storeu_si256(
+                (__m256i*)(terms + first + c),
+                _mm256_mullo_epi32(eight_column_sums(packed + 4 * c, o->depth, 4 * width), _mm256_set1_epi32(-zero)));
 #endif
         for (; c < width; c += 16) {
             int32_t sums[16] = {};
