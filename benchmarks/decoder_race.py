@@ -147,6 +147,8 @@ def serve(channel: Connection, engine: str, arguments: argparse.Namespace) -> No
         saved = torch.load(arguments.folder / f"{arguments.network}.pt")
         expected, read = saved["logits"], ENGINES[engine].bytes_of_a_step(arguments.bits, saved["weights"])
         got = torch.cat([session.text(text), *(session.step(token) for token in following[:CHECKED])])
+        if not got.isfinite().all():
+            raise RuntimeError("the logits are not finite")
         error = (got - expected).square().sum() / expected.square().sum()
         channel.send((True, {"load_s": loaded, "sqnr_db": -10 * torch.log10(error).item(), "bytes": read}))
         while True:

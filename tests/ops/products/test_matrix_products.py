@@ -45,6 +45,7 @@ class Case:
     table: bool = False
     extreme: bool = False
     seed: int = 0
+    lowest: bool = False
 
 
 def types_of(case: Case) -> list[TensorType]:
@@ -58,6 +59,8 @@ def drawn(case: Case) -> list[np.ndarray]:
 
     def q_values(kind: TensorType) -> np.ndarray:
         low = kind.qparams.qmin
+        if case.lowest:
+            return np.full(kind.shape, low, np.uint8)
         return (draw.choice([low, 255], kind.shape) if case.extreme else draw.integers(low, 256, kind.shape)).astype(
             np.uint8
         )
@@ -151,6 +154,13 @@ def cases(draw) -> Case:
 @given(case=cases(), threads=st.integers(1, 3))
 def test_kernels_are_bit_identical_to_the_reference(isa, case, threads):
     assert np.array_equal(run(case, isa, threads), expected(case))
+
+
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+def test_sums_of_deep_columns_are_exact(isa):
+    """The sums of so many of the lowest values need more than 16 bits."""
+    case = Case(depth=1030, columns=40, floats=True, lowest=True)
+    assert np.array_equal(run(case, isa, 1), expected(case))
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
