@@ -10,6 +10,7 @@ from support.project_files import ROOT, TESTS, syntax_nodes, syntax_tree
 
 BESIDE_THE_PACKAGE = {"docs", "end_to_end", "fuzz", "golden", "support"}
 MOST_FILES = 15
+QUANTIZES = re.compile(r"report_models\..*|(stages|eager)\.[a-z]\w*|(intaglio\.)?(quantize|report|bench|search|tune|load)")
 CASE = re.compile(r"(backend|calibration|document|(export )?problem|patterns row) \d+|(frontends|patterns) [A-D]\d+")
 NUMBERED = re.compile(r"test_(backend|calibration|cases?|defect|eager|frontends?|(export_)?problem|row)_[a-d]?\d")
 
@@ -36,6 +37,20 @@ def private_imports(tree: ast.Module) -> list[str]:
 
 def functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+
+
+def calls_when_imported(tree: ast.Module) -> list[str]:
+    """Names of the functions that are called when a file is imported: at its top level, in decorators and defaults."""
+    found, left = [], list(ast.iter_child_nodes(tree))
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Call):
+            found.append(ast.unparse(node.func))
+        if isinstance(node, ast.FunctionDef):
+            left += [*node.decorator_list, *node.args.defaults]
+        elif not isinstance(node, ast.Lambda):
+            left += ast.iter_child_nodes(node)
+    return found
 
 
 def is_marker(node: ast.AST, name: str) -> bool:
@@ -104,3 +119,22 @@ def test_every_known_problem_has_a_test_or_a_reason():
 )
 def test_a_private_import_is_seen(text, found):
     assert private_imports(ast.parse(text)) == found
+
+
+def test_no_file_quantizes_a_model_when_it_is_imported():
+    """Every process that runs tests imports all files first."""
+    for path in FILES:
+        called = [name for name in calls_when_imported(syntax_tree(path)) if QUANTIZES.fullmatch(name)]
+        assert not called, f"{path.name} calls {called} for every test of the suite: call it in the test"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("MODEL = f(g(1))", ["f", "g"]),
+        ("@mark.parametrize('x', [a.b()])\ndef test(x=c()):\n    d()", ["a.b", "c", "mark.parametrize"]),
+        ("MAKE = lambda: f()", []),
+    ],
+)
+def test_calls_of_an_import_are_seen(text, found):
+    assert sorted(calls_when_imported(ast.parse(text))) == found
