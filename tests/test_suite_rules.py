@@ -10,7 +10,7 @@ from support.project_files import ROOT, TESTS, syntax_nodes, syntax_tree
 
 BESIDE_THE_PACKAGE = {"docs", "end_to_end", "fuzz", "golden", "support"}
 MOST_FILES = 15
-QUANTIZES = re.compile(r"report_models\..*|(stages|eager)\.[a-z]\w*|(intaglio\.)?(quantize|report|bench|search|tune|load)")
+QUANTIZES = re.compile(r"(report_models|stages|eager)\.[a-z]\w*|(intaglio\.)?(quantize|report|bench|search|tune|load)")
 CASE = re.compile(r"(backend|calibration|document|(export )?problem|patterns row) \d+|(frontends|patterns) [A-D]\d+")
 NUMBERED = re.compile(r"test_(backend|calibration|cases?|defect|eager|frontends?|(export_)?problem|row)_[a-d]?\d")
 
@@ -47,7 +47,7 @@ def calls_when_imported(tree: ast.Module) -> list[str]:
         if isinstance(node, ast.Call):
             found.append(ast.unparse(node.func))
         if isinstance(node, ast.FunctionDef):
-            left += [*node.decorator_list, *node.args.defaults]
+            left += [*node.decorator_list, node.args]
         elif not isinstance(node, ast.Lambda):
             left += ast.iter_child_nodes(node)
     return found

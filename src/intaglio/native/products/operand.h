@@ -205,9 +205,8 @@ static __attribute__((noinline)) void column_terms(const struct Operand* o, int6
                                                    int32_t zero, int32_t* terms) {
     for (int64_t first = 0; first < o->columns; first += 16 * blocks) {
         const int64_t left = (o->columns - first + 15) / 16 * 16, width = left < 16 * blocks ? left : 16 * blocks;
-        int64_t c = 0;
 #if defined(__AVX512VNNI__)
-        for (; c < width; c += 64) {
+        for (int64_t c = 0; c < width; c += 64) {
             const int64_t vectors = width - c < 64 ? (width - c) / 16 : 4;
             __m512i sums[4] = {};
             for (int64_t d = 0; d < o->depth; d += 4)
@@ -218,12 +217,12 @@ static __attribute__((noinline)) void column_terms(const struct Operand* o, int6
                 _mm512_storeu_si512(terms + first + c + 16 * i, _mm512_mullo_epi32(sums[i], _mm512_set1_epi32(-zero)));
         }
 #elif defined(__AVX2__)
-        for (; c < width; c += 8)
+        for (int64_t c = 0; c < width; c += 8)
             _mm256_storeu_si256(
                 (__m256i*)(terms + first + c),
                 _mm256_mullo_epi32(eight_column_sums(packed + 4 * c, o->depth, 4 * width), _mm256_set1_epi32(-zero)));
-#endif
-        for (; c < width; c += 16) {
+#else
+        for (int64_t c = 0; c < width; c += 16) {
             int32_t sums[16] = {};
             for (int64_t d = 0; d < o->depth; d += 4) {
                 const int8_t* quads = packed + d * width + 4 * c;
@@ -232,6 +231,7 @@ static __attribute__((noinline)) void column_terms(const struct Operand* o, int6
             }
             for (int i = 0; i < 16; ++i) terms[first + c + i] = -zero * sums[i];
         }
+#endif
         packed += (o->depth + 3) / 4 * 4 * width;
     }
 }
