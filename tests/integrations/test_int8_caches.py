@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import intaglio
+from intaglio import Recipe
 from intaglio.errors import InputError
 from support.generators import END, MODELS, batch, calibration, float_model, generated, library, quantized
 from support.slow_params import slow_params
@@ -14,11 +15,14 @@ SLOW = [(name, way) for name in MODELS if name != "llama" for way in ({}, BEAMS)
 SLOW += [("gpt2", STATIC), ("bart", STATIC)]
 
 
-def layers_of(found) -> list:
-    """All layers of the cache in a result of `generate` or of a call."""
+def parts_of(found) -> tuple:
+    """The caches of self-attention and of cross-attention in a result of `generate` or of a call."""
     cache = found.get("cache", found.get("past_key_values"))
-    parts = (cache.self_attention_cache, cache.cross_attention_cache) if hasattr(cache, "is_updated") else (cache,)
-    return [layer for part in parts for layer in part.layers]
+    return (cache.self_attention_cache, cache.cross_attention_cache) if hasattr(cache, "is_updated") else (cache,)
+
+
+def layers_of(found) -> list:
+    return [layer for part in parts_of(found) for layer in part.layers]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,48 @@ def test_the_cache_has_one_byte_for_each_value(name, way):
         assert {tensor.dtype for tensor in tensors} == {dtype}
         sizes.append(sum(tensor.nbytes for tensor in tensors))
     assert sizes[0] == 4 * sizes[1]
+
+
+@pytest.mark.parametrize("name", ["bart", *slow_params("t5", "whisper", reason="each model is compiled")])
+def test_keys_and_values_that_are_computed_once_are_int8_by_default(name):
+    assert Recipe().with_decoder_defaults([]).default.cache == "auto"
+    inputs = batch(name, 3, 9, padding=3, seed=5)
+    _, int8_model, interpreted = quantized(name, "auto")
+    found = generated(int8_model, inputs, return_dict_in_generate=True)
+    own, cross = (
+        {tensor.dtype for layer in part.layers for tensor in (layer.keys, layer.values)} for part in parts_of(found)
+    )
+    assert (own, cross) == ({torch.float32}, {torch.uint8})
+    for way in ({}, BEAMS, {"use_cache": False}):
+        assert torch.equal(generated(int8_model, inputs, **way), generated(interpreted, inputs, **way))
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
+@pytest.mark.parametrize("way", [{}, BEAMS, STATIC])
+def test_tokens_of_the_default_are_those_of_a_float_cache(name, way):
+    inputs = batch(name, 3, 9, padding=3, seed=5)
+    assert torch.equal(
+        generated(quantized(name, "auto")[1], inputs, **way), generated(quantized(name)[1], inputs, **way)
+    )
+
+
+@pytest.mark.parametrize("name", ["bart", *slow_params("t5", reason="each model is compiled")])
+def test_steps_of_encoder_decoders_append_in_place(name, monkeypatch):
+    _, int8_model, _ = quantized(name, "auto")
+    from intaglio.integrations.transformers import quantized_generator
+
+    ids = torch.randint(2, END, (2, 24), generator=torch.Generator().manual_seed(1))
+    given = {"encoder_outputs": int8_model.get_encoder()(**batch(name, 2, 9))}
+    full = int8_model(decoder_input_ids=ids, **given).logits
+    past = int8_model(decoder_input_ids=ids[:, :2], **given)
+    monkeypatch.delattr(quantized_generator, "run_step")  # it copies the new keys and values
+    places = set()
+    for end in range(3, 25):
+        past = int8_model(decoder_input_ids=ids[:, end - 1 : end], past_key_values=past.past_key_values, **given)
+        assert torch.equal(past.logits, full[:, end - 1 : end])
+        places.add(parts_of(past)[0].layers[0].keys.data_ptr())
+    assert len(places) == 1
 
 
 def test_cached_steps_give_the_bits_of_a_full_forward():

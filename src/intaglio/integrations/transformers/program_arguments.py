@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,9 @@ from intaglio.runtime import Artifact, QuantizedModel
 from intaglio.runtime.calls.growing_calls import TOKENS, GrowingCalls, can_grow
 from intaglio.torch_private import is_traced, pytree
 
+Pairs = list[tuple[Tensor, Tensor]]
+"""Keys and values of every layer."""
+
 
 class _Arguments:
     """Arguments of a program.
@@ -25,9 +28,9 @@ class _Arguments:
     Attributes:
         names: keys of the dictionary that is the first argument.
         types: types of the tensors in each positional argument.
-        order: where each input of the signature comes from, for programs that take a dictionary and pairs of keys and
-            values, and return logits and such pairs: a key of the dictionary, or a place among keys and values. Empty
-            for other programs.
+        order: where each input of the signature comes from, for programs that take a dictionary and lists of pairs of
+            keys and values, and return logits and such pairs: a key of the dictionary, or a place among the keys and
+            values of all lists. Empty for other programs.
         windows: what `windows_of_program` has found.
     """
 
@@ -39,11 +42,11 @@ class _Arguments:
         self.types = [[entry.type for entry in signature.inputs if entry.leaf in own] for own in leaves]
         self.order: list[str | int] = []
         plain = not signature.fixed and all(one.value is not None and one.qparams is None for one in signature.outputs)
-        if plain and len(args) == 2 and _is_step(args[1], range(len(args[0]), tree.num_leaves)):
+        if plain and len(args) > 1 and _is_step(args[1:], range(len(args[0]), tree.num_leaves)):
             out = pytree.tree_unflatten(list(range(signature.out_tree.num_leaves)), signature.out_tree)
-            if isinstance(out, tuple) and len(out) == 2 and _is_step(out[1], range(1, len(signature.outputs))):
+            if isinstance(out, tuple) and len(out) == 2 and _is_step(out[1:], range(1, len(signature.outputs))):
                 places = {leaf: name for name, leaf in args[0].items()} | {
-                    leaf: place for place, leaf in enumerate(pytree.tree_leaves(args[1]))
+                    leaf: place for place, leaf in enumerate(pytree.tree_leaves(args[1:]))
                 }
                 self.order = [places[entry.leaf] for entry in signature.inputs]
         self.windows: Mapping[int, int] | None = None
@@ -53,14 +56,15 @@ class _Arguments:
         """Return calls that append to blocks of memory, or ``None`` for programs that cannot."""
         if self._growing is None or self._growing[0] is not program.artifact:
             places = {one: position for position, one in enumerate(self.order) if isinstance(one, int)}
-            grown = [places[place] for place in sorted(places)]
+            grown = [places[place] for place in sorted(places)[: len(self.types[1])]]
             self._growing = program.artifact, GrowingCalls(program, grown) if can_grow(program, grown) else None
         return self._growing[1]
 
 
-def _is_step(pairs: Any, leaves: range) -> bool:
-    """Return whether a part of a structure of leaf numbers is a list of pairs with these numbers in order."""
-    return isinstance(pairs, list) and [leaf for pair in pairs for leaf in pair] == list(leaves)
+def _is_step(arguments: Sequence[Any], leaves: range) -> bool:
+    """Return whether parts of a structure of leaf numbers are lists of pairs with these numbers in order."""
+    lists = all(isinstance(pairs, list) for pairs in arguments)
+    return lists and [leaf for pairs in arguments for pair in pairs for leaf in pair] == list(leaves)
 
 
 _ARGUMENTS: WeakKeyDictionary[Any, _Arguments] = WeakKeyDictionary()
@@ -95,7 +99,7 @@ def windows_of_program(program: Any, config: PreTrainedConfig) -> Mapping[int, i
     return known.windows
 
 
-def run_step(program: Any, call: list[Any], past: list[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def run_step(program: Any, inputs: Mapping[str, Tensor], past: list[Tensor], cross: Pairs) -> tuple[Tensor, Pairs]:
     """Run the program of a decoder, and return logits, and keys and values of the new tokens.
 
     Where its arguments and results are known to be flat lists, they are neither flattened nor nested again, which
@@ -103,15 +107,16 @@ def run_step(program: Any, call: list[Any], past: list[Tensor]) -> tuple[Tensor,
 
     Args:
         program: the `QuantizedModel`.
-        call: its arguments, of which the second is for keys and values of earlier tokens.
-        past: these keys and values, layer by layer.
+        inputs: its arguments beside keys and values.
+        past: keys and values of earlier tokens, layer by layer.
+        cross: those of cross-attention, of every layer of an encoder-decoder.
     """
     known = _arguments_of(program)
-    inputs = call[0]
     if not (known.order and list(inputs) == known.names and runs_now(program)):
-        logits, new = program(*call[:1], pairs_of(past), *call[2:])
+        logits, new = program(inputs, pairs_of(past), *[cross] * bool(cross))
         return logits, new
-    logits, *new = program.results([inputs[one] if isinstance(one, str) else past[one] for one in known.order])
+    held = [*past, *_tensors_of(cross)]
+    logits, *new = program.results([inputs[one] if isinstance(one, str) else held[one] for one in known.order])
     return logits, pairs_of(new)
 
 
@@ -122,7 +127,7 @@ def runs_now(program: Any) -> bool:
 
 
 def run_growing_step(
-    program: Any, inputs: Mapping[str, Tensor], cache: Cache, windows: Mapping[int, int]
+    program: Any, inputs: Mapping[str, Tensor], cache: Cache, cross: Pairs, windows: Mapping[int, int]
 ) -> Tensor | None:
     """Run the program of a decoder for tokens behind those of a cache, append their keys and values, and return logits.
 
@@ -133,6 +138,7 @@ def run_growing_step(
         program: the `QuantizedModel`.
         inputs: its arguments beside the keys and values of earlier tokens.
         cache: the cache of self-attention.
+        cross: keys and values of cross-attention, of every layer of an encoder-decoder.
         windows: layers of which the program reads the last tokens only: index -> number of these.
     """
     known = _arguments_of(program)
@@ -142,16 +148,22 @@ def run_growing_step(
         return None
     if [block.memory.dtype for block in memory.blocks] != calls.dtypes:
         return None
-    given = [inputs[one] for one in known.order if isinstance(one, str)]
+    others: dict[str | int, Tensor] = dict(enumerate(_tensors_of(cross), len(known.types[1])))
+    others.update(inputs)
+    given = [others[one] for one in known.order if one in others]
     read = [block.last(memory.tokens, windows.get(block.places[0] // 2)) for block in memory.blocks]
     logits = calls.run(program, given, [one for one, _ in read], [count for _, count in read])
     memory.count(inputs["tokens"].shape[1])
     return logits
 
 
-def pairs_of(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def pairs_of(tensors: list[Tensor]) -> Pairs:
     """Return keys and values of each layer, from one list of all."""
     return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def _tensors_of(pairs: Pairs) -> list[Tensor]:
+    return [tensor for pair in pairs for tensor in pair]
 
 
 def input_names(program: Any) -> list[str]:

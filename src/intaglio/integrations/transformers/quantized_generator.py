@@ -34,6 +34,7 @@ from intaglio.integrations.transformers.folders import (
     write_programs,
 )
 from intaglio.integrations.transformers.program_arguments import (
+    Pairs,
     input_names,
     run_growing_step,
     run_step,
@@ -143,23 +144,22 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             if "encoder_mask" in input_names(program):
                 ones = torch.ones(hidden.shape[:2], dtype=torch.long)
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
-            logits = self._run_step(own, windows, inputs, self._cross_attention(cache, hidden))
+            logits = self._run_step(own, windows, self._cross_attention(cache, hidden), inputs)
         elif runs_now(program) and can_divide(tokens.shape[1], own):
-            logits = run_pieces(functools.partial(self._run_step, own, windows), inputs, own)
+            logits = run_pieces(functools.partial(self._run_step, own, windows, []), inputs, own)
         else:
-            logits = self._run_step(own, windows, inputs)
+            logits = self._run_step(own, windows, [], inputs)
         return logits if keeps else kept_logits(logits, kept)
 
-    def _run_step(self, cache: Cache, windows: Mapping[int, int], inputs: dict[str, Tensor], *cross: Any) -> Tensor:
+    def _run_step(self, cache: Cache, windows: Mapping[int, int], cross: Pairs, inputs: dict[str, Tensor]) -> Tensor:
         """Run the program of the decoder for the tokens behind those of a cache, append their keys and values, and
         return logits.
         """
-        program = self.programs[DECODER]
-        follows = not cross and inputs["past_mask"].shape[1]
-        if follows and (logits := run_growing_step(program, inputs, cache, windows)) is not None:
+        program, past_length = self.programs[DECODER], inputs["past_mask"].shape[1]
+        if past_length and (logits := run_growing_step(program, inputs, cache, cross, windows)) is not None:
             return logits
         past = decoder_cache.past_of(cache, types_of_argument(program, PAST), inputs["tokens"].shape[0], windows)
-        logits, new = run_step(program, [inputs, past, *cross], past)
+        logits, new = run_step(program, inputs, past, cross)
         decoder_cache.append(cache, new, windows)
         return logits
 

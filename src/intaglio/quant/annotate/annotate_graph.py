@@ -13,7 +13,7 @@ from intaglio.errors import SelectorError
 from intaglio.fusion.table import FUNCTION, FUNCTION_AFFINE
 from intaglio.fxgraph.float_forms import has_float_form, has_program_form
 from intaglio.fxgraph.node_info import info, origin, tensor_type
-from intaglio.fxgraph.nodes import known_record, operator
+from intaglio.fxgraph.nodes import known_record, operator, record_of
 from intaglio.fxgraph.passes.identities import COPIES
 from intaglio.fxgraph.reader_aliases import is_reader_alias
 from intaglio.fxgraph.uneven_concatenations import is_concatenation
@@ -179,8 +179,11 @@ def _returned_quantized(
 
 
 def _quantized_cache(graph: fx.Graph, quantizer: Quantizer, classes: Mapping[str, str]) -> dict[fx.Node, fx.Node]:
-    """Return the cached inputs whose readers have the setting ``cache = "int8"`` -> the results that later calls
-    receive in their place, or themselves if another model computes these.
+    """Return the cached inputs that are int8 -> the results that later calls receive in their place, or themselves if
+    another model computes these.
+
+    The setting ``cache`` of their readers decides. With "auto", those that another model computes are int8 if only
+    quantized attention reads them: the results are the same, and the values are not rounded again in every call.
 
     Args:
         graph: a captured graph.
@@ -198,7 +201,11 @@ def _quantized_cache(graph: fx.Graph, quantizer: Quantizer, classes: Mapping[str
             problem = f"{{{position}: {result}}}, but the model has {len(inputs)} inputs and {len(results)} results"
             raise SelectorError("cached_inputs", None, problem, remedy="count tensors from 0")
         node = inputs[position]
-        if _is_float(node) and any(_has_int8_cache(reader, quantizer, classes) for reader in node.users):
+        settings = {reader: quantizer.recipe.setting(origin(reader), classes) for reader in _readers_of_values(node)}
+        chosen = any(one.quantize is not False and one.cache == CacheType.INT8 for one in settings.values())
+        once = result is None and not quantizer.patterns and quantizer.annotator is None
+        rounded = once and all(_rounds_its_cache(reader, one) for reader, one in settings.items())
+        if _is_float(node) and (chosen or (rounded and settings)):
             found[node] = node if result is None else results[result]
     return found
 
@@ -208,12 +215,16 @@ def _is_float(node: fx.Node) -> bool:
     return kind is not None and kind.dtype is DType.F32
 
 
-def _has_int8_cache(reader: fx.Node, quantizer: Quantizer, classes: Mapping[str, str]) -> bool:
-    """Return whether the recipe quantizes the cache that an operator reads. Readers of sizes have no part in it."""
-    if reader.op != "call_function" or info(reader).dim is not None:
-        return False
-    setting = quantizer.recipe.setting(origin(reader), classes)
-    return setting.quantize is not False and setting.cache == CacheType.INT8
+def _readers_of_values(node: fx.Node) -> list[fx.Node]:
+    """Return the operators that read a node, apart from those that read its sizes."""
+    return [reader for reader in node.users if reader.op == "call_function" and info(reader).dim is None]
+
+
+def _rounds_its_cache(reader: fx.Node, setting: Setting) -> bool:
+    """Return whether an operator is attention that reads uint8, and has the setting ``cache = "auto"``."""
+    record, plain = record_of(reader), setting.bits != 7 and setting.activations_dtype in (None, DType.U8.value)
+    own = record is not None and record.is_attention and setting.cache == CacheType.AUTO
+    return own and plain and refusal(reader, setting) is None
 
 
 def _returned(graph: fx.Graph) -> dict[fx.Node, None]:

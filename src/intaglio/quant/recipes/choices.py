@@ -102,6 +102,7 @@ class EmbeddingType(StrEnum):
 class CacheType(StrEnum):
     """Datatypes of values that a call returns and a later one receives, such as keys and values."""
 
+    AUTO = "auto"
     FLOAT = "float"
     INT8 = "int8"
 

@@ -61,8 +61,9 @@ class Setting:
             (batch entry).
         embeddings: embedding tables in "float", in "int8" with a scale and a zero point per row, or "auto" for those in
             int8 that cost little in the results, by the calibration data.
-        cache: keys and values that attention keeps between calls: in "float", or in "int8" with the calibrated scale of
-            each layer.
+        cache: keys and values that attention keeps between calls: in "float", in "int8" with the calibrated scale of
+            each layer, or "auto" for int8 where the values are computed once, as those of cross-attention are, and in
+            float otherwise.
         two_bytes_below: signal-to-noise ratio of the results in decibels below which a layer reads an input of the
             model in two bytes, if the rounding of this operand alone to one byte leaves less, by the calibration data;
             0 never asks for two bytes.
@@ -200,7 +201,7 @@ DEFAULT = Setting(
     results="float",
     activations="static",
     embeddings="auto",
-    cache="float",
+    cache="auto",
     two_bytes_below=25.0,
     float_below=0.0,
     operand_bytes=1,
