@@ -282,6 +282,16 @@ def test_inspect_names_kernels_by_their_operators_alone(run):
 
 QUANTIZE = ("quantize", f"{MODULE}:build", "--data", f"{MODULE}:loader", "--out", "net.intaglio")
 SEARCH = ("search", *QUANTIZE[1:], "--evaluate", f"{MODULE}:accuracy")
+WRITTEN: list[bytes] = []
+
+
+@pytest.fixture
+def written(run, folder):
+    """The file that QUANTIZE writes, in the current folder; the command runs once for all tests."""
+    if not WRITTEN:
+        ok(run(*QUANTIZE))
+        WRITTEN.append((folder / "net.intaglio").read_bytes())
+    (folder / "net.intaglio").write_bytes(WRITTEN[0])
 
 
 def test_quantize_writes_a_file_that_inspect_and_bench_read(run, folder):
@@ -302,8 +312,7 @@ def test_quantize_writes_a_file_that_inspect_and_bench_read(run, folder):
     assert "MODULE:NAME" in err
 
 
-def test_every_stage_that_a_file_has_can_be_printed(run):
-    ok(run(*QUANTIZE))
+def test_every_stage_that_a_file_has_can_be_printed(run, written):
     listed = parsed(run("inspect", "net.intaglio", "--json"))["stages"]
     assert {"quantizer", "parameters", "corrections"} <= set(listed)
     assert set(listed) <= {stage.value for stage in TextStage}
@@ -311,8 +320,7 @@ def test_every_stage_that_a_file_has_can_be_printed(run):
         assert ok(run("inspect", "net.intaglio", "--stage", stage)).strip()
 
 
-def test_compare_names_the_worst_operators_of_a_saved_file(run):
-    ok(run(*QUANTIZE))
+def test_compare_names_the_worst_operators_of_a_saved_file(run, written):
     words = ("compare", "net.intaglio", "--float", f"{MODULE}:net", "--data", f"{MODULE}:batches")
     text = ok(run(*words, "--samples", "4", "--worst", "2"))
     assert "over 4 samples" in text
@@ -326,8 +334,7 @@ def test_compare_names_the_worst_operators_of_a_saved_file(run):
     assert set(found["skip"]) <= {"layer1.0", "layer2", "head", "op:aten.mean.dim"}
 
 
-def test_report_writes_a_page_and_a_summary(run, folder):
-    ok(run(*QUANTIZE))
+def test_report_writes_a_page_and_a_summary(run, folder, written):
     words = ("report", "net.intaglio", "--float", f"{MODULE}:net", "--data", f"{MODULE}:batches", "--calls", "2")
     text = ok(run(*words, "--tries", "1", "--model-explorer", "explorer"))
     assert "explorer holds the graphs and node data of Model Explorer" in text
@@ -344,8 +351,7 @@ def test_report_writes_a_page_and_a_summary(run, folder):
     assert "So far there" in (folder / "both.html").read_text(encoding="utf-8")
 
 
-def test_report_without_data_says_what_is_missing(run, folder):
-    ok(run(*QUANTIZE))
+def test_report_without_data_says_what_is_missing(run, folder, written):
     text = ok(run("report", "net.intaglio", "--calls", "0"))
     assert "note: errors were not measured" in text
     assert run("report", "net.intaglio", "--float", f"{MODULE}:net")[0] == 2
@@ -354,8 +360,7 @@ def test_report_without_data_says_what_is_missing(run, folder):
     assert "choose a file in an existing folder" in err
 
 
-def test_explain_prints_what_the_explanation_says(run, folder):
-    ok(run(*QUANTIZE))
+def test_explain_prints_what_the_explanation_says(run, folder, written):
     text = ok(run("explain", "net.intaglio", "layer2", "--calls", "0"))
     assert re.search(r"^  Module +layer2$", text, re.MULTILINE)
     assert "note: errors were not measured" in text
@@ -515,8 +520,7 @@ def test_percentiles_are_times_of_calls():
     assert bench.percentiles([float(number) for number in range(1, 101)]) == {"50": 50.0, "90": 90.0, "99": 99.0}
 
 
-def test_compare_detects_a_float_model_with_other_weights(run, folder):
-    ok(run(*QUANTIZE))
+def test_compare_detects_a_float_model_with_other_weights(run, folder, written):
     (folder / "other.py").write_text(BROUGHT.replace("manual_seed(0)", "manual_seed(1)"))
     text = ok(run("bench", "net.intaglio", "--float", "other:net", "--seconds", "0.01", "--no-memory"))
     assert "little in common" in text
@@ -546,6 +550,14 @@ def test_an_engine_that_fails_is_a_result(run, monkeypatch):
     assert found["ratios"] == {}
 
 
+def test_bench_measures_the_memory_of_a_file_in_a_process_of_its_own(run, written):
+    engines_of_file = parsed(run("bench", "net.intaglio", "--seconds", "0.01", "--json"))["engines"]
+    assert list(engines_of_file) == ["int8"]
+    memory = engines_of_file["int8"]["memory_mb"]
+    assert 50 < memory["start"] < memory["resident"] <= memory["peak"] < 4000
+
+
+@pytest.mark.slow(reason="three processes import PyTorch; the memory of a file is measured always")
 def test_bench_measures_the_memory_of_each_engine_in_a_process_of_its_own(run):
     words = ("bench", f"{MODULE}:net", "--data", f"{MODULE}:batches", "--seconds", "0.01", "--against")
     found = parsed(run(*words, "eager,onnxruntime", "--json"))["engines"]
@@ -555,6 +567,7 @@ def test_bench_measures_the_memory_of_each_engine_in_a_process_of_its_own(run):
         assert 50 < memory["start"] < memory["resident"] <= memory["peak"] < 4000
 
 
+@pytest.mark.slow(reason="a process imports PyTorch; the memory of a file is measured always")
 def test_the_memory_of_a_process_grows_with_its_model(folder, tmp_path):
     (folder / "large.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(8192, 8192)\n")
     process = EngineProcess("eager", "large:net", 1, "", str(tmp_path))
@@ -605,6 +618,12 @@ def test_demo_quantizes_and_compares(run, monkeypatch):
     assert found["coverage"]["macs"] == 1
     assert found["same_answer"] > 0.9
     assert set(found["speed"]["engines"]) == {"int8", "eager"}
+
+
+@pytest.mark.slow(reason="the demo once more, as text")
+def test_demo_prints_what_it_finds(run, monkeypatch):
+    monkeypatch.setattr("intaglio.cli.commands.demo.DEMO_SECONDS", 0.01)
+    monkeypatch.setattr("intaglio.cli.commands.demo.TRAINING_STEPS", 20)
     assert "accuracy" in ok(run("demo"))
 
 

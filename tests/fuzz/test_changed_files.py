@@ -35,5 +35,7 @@ def test_crashes_hangs_and_errors_are_results_of_their_own_and_the_rest_runs():
     assert [one.failure is None for one in found] == [True, False, False, False, True]
 
 
-def test_a_bias_that_does_not_fit_changed_parameters_is_refused(tmp_path):
-    assert files.Driver(20_000, tmp_path).run(14_244) == "parameters refused"
+def test_a_bias_that_does_not_fit_changed_parameters_is_refused(driver, monkeypatch):
+    """The case changes a file of parameters, which is the same whatever models the driver has."""
+    monkeypatch.setattr(driver, "seed", 20_000)
+    assert driver.run(14_244) == "parameters refused"

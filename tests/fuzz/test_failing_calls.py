@@ -26,6 +26,11 @@ print(json.dumps(found))
 """
 
 
+pytestmark = pytest.mark.slow(
+    reason="a process of its own makes a model; drafts and full caches have quick tests elsewhere"
+)
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, list[list]]:
     """The attempts of some operations with one error each, made in a process with the preloaded library."""

@@ -18,12 +18,15 @@ def three_layers(net: Net) -> tuple[str, ...]:
 TEXTS = (*PROGRAMS, three_layers)
 
 
-def main() -> None:
+def digests() -> list[str]:
+    """Return a line for each program."""
+    found = []
     for program in TEXTS:
         made = emit(schedule_plan(plan_graph(built(program)[1].graph), ISAS["avx512vnni"], CACHES), program.__name__)
         digest = hashlib.sha256(made.source.encode() + made.constants.tobytes()).hexdigest()
-        print(f"{program.__name__} {digest}")
+        found.append(f"{program.__name__} {digest}")
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(digests()))

@@ -26,6 +26,7 @@ from support.int8_models import assert_same, compiled, picture
 from support.lowering import quantized
 from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
+from support.slow_params import slow_params_except
 
 X = picture(3)
 
@@ -73,7 +74,12 @@ def test_a_convolutional_network_has_the_bits_of_the_python_call_at_every_batch(
             assert_same(found(picture(batch, batch), threads=count), [model(picture(batch, batch))])
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize(
+    "isa",
+    slow_params_except(
+        "portable", of=RUNNABLE_ISAS, reason="the best set is chosen of several, and runs the residual network"
+    ),
+)
 def test_every_instruction_set_alone_has_the_same_bits(isa, tmp_path):
     found = exported(compiled(nets.ConvBnRelu)[0], tmp_path, isa)
     assert found.library.isa(found.handle) == isa.encode()
@@ -187,15 +193,25 @@ def test_two_networks_are_linked_into_one_program(tmp_path):
     subprocess.run(["sh", "-ec", line], cwd=tmp_path, check=True)
 
 
+def build_main(folder: Path, compiler: str = "gcc") -> Path:
+    """Export `nets.ConvBnRelu`, and build its main by the commands of README.txt."""
+    compiled(nets.ConvBnRelu)[0].export_c(folder)
+    lines = [line.replace("gcc", compiler) for line in c.commands(folder)]
+    subprocess.run(["sh", "-ec", "\n".join(lines)], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def main_folder(tmp_path_factory) -> Path:
+    return build_main(tmp_path_factory.mktemp("main"))
+
+
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_the_commands_of_the_readme_build_main_and_it_prints_the_results(compiler, tmp_path):
+def test_the_commands_of_the_readme_build_main_and_it_prints_the_results(compiler, main_folder, tmp_path_factory):
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler}")
-    model = compiled(nets.ConvBnRelu)[0]
-    model.export_c(tmp_path)
-    lines = [line.replace("gcc", compiler) for line in c.commands(tmp_path)]
-    subprocess.run(["sh", "-ec", "\n".join(lines)], cwd=tmp_path, check=True)
-    assert main_prints(model, tmp_path / "convbnrelu", tmp_path)
+    folder = main_folder if compiler == "gcc" else build_main(tmp_path_factory.mktemp("main"), compiler)
+    assert main_prints(compiled(nets.ConvBnRelu)[0], folder / "convbnrelu", folder)
 
 
 @pytest.mark.slow(reason="runs CMake; the commands of the README build the same files")
@@ -221,10 +237,8 @@ def main_prints(model: QuantizedModel, program: Path, folder: Path) -> bool:
     return torch.equal(found, model(X).flatten()[:8])
 
 
-def test_the_exported_main_is_short_and_reports_errors(tmp_path):
-    compiled(nets.ConvBnRelu)[0].export_c(tmp_path)
-    assert len((tmp_path / "main.c").read_text().splitlines()) <= 40
-    subprocess.run(["sh", "-ec", "\n".join(c.commands(tmp_path))], cwd=tmp_path, check=True)
+def test_the_exported_main_is_short_and_reports_errors(main_folder):
+    assert len((main_folder / "main.c").read_text().splitlines()) <= 40
     for arguments, said in (
         ((), ""),
         (("gone",), "open: the file"),
@@ -232,7 +246,8 @@ def test_the_exported_main_is_short_and_reports_errors(tmp_path):
         (("weights.bin", "-1"), "resize: sizes"),
         (("weights.bin", "1", "gone"), "gone:"),
     ):
-        ended = subprocess.run([tmp_path / "convbnrelu", *arguments], cwd=tmp_path, capture_output=True, text=True)
+        command = [main_folder / "convbnrelu", *arguments]
+        ended = subprocess.run(command, cwd=main_folder, capture_output=True, text=True)
         assert ended.stderr.startswith(said)
         assert ended.returncode == bool(said)
 
