@@ -173,15 +173,18 @@ def test_quantized_values_are_rounded_once_ties_to_even():
 # ---- kernels
 
 
-def every_layer(*functions):
-    """Convolutions, depthwise ones of two strides and with columns apart, groups, transposed, linear; odd channels."""
+def every_layer(*pairs):
+    """Convolutions, depthwise ones of two strides and with columns apart, groups, transposed, linear; odd channels.
 
-    def one(m, x, function):
-        y = function(m.wide(x))
-        z = function(m.grouped(function(m.deep(y))))
-        w = function(m.up(function(m.five(z)) + function(m.apart(z))))
-        joined = torch.cat([function(m.point(y)), m.point(y)], 1)
-        return function(m.last(function(m.line(w.mean((2, 3)))))), m.read(joined)
+    The layers of a network have two functions in turn, for each pair of them.
+    """
+
+    def one(m, x, first, second):
+        y = first(m.wide(x))
+        z = first(m.grouped(second(m.deep(y))))
+        w = first(m.up(second(m.five(z)) + first(m.apart(z))))
+        joined = torch.cat([second(m.point(y)), m.point(y)], 1)
+        return first(m.last(second(m.line(w.mean((2, 3)))))), m.read(joined)
 
     layers = {
         "wide": nn.Conv2d(3, 81, 3, padding=1),
@@ -195,7 +198,7 @@ def every_layer(*functions):
         "point": nn.Conv2d(81, 17, 1),
         "read": nn.Conv2d(34, 5, 3, padding=1),
     }
-    return randomize(Body(lambda m, x: [one(m, x, function) for function in functions], **layers))
+    return randomize(Body(lambda m, x: [one(m, x, *pair) for pair in pairs], **layers))
 
 
 def assert_same_bits(compiled, integer, x: torch.Tensor) -> None:
@@ -203,17 +206,19 @@ def assert_same_bits(compiled, integer, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
+    "pairs",
     [
-        ("leaky_relu", "gelu"),
-        *slow_params((tuple(TORCH),), reason="nine layers of every function; two show the layers"),
+        (("leaky_relu", "gelu"),),
+        *slow_params(
+            (tuple((name, name) for name in TORCH),), reason="nine layers of every function; two show the layers"
+        ),
     ],
     ids=["two", "all"],
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-def test_every_layer_has_the_bits_of_the_interpreter(names, isa):
+def test_every_layer_has_the_bits_of_the_interpreter(pairs, isa):
     """No hidden site, within one step of the reference, on every instruction set, batch and number of threads."""
-    functions = [TORCH[name] for name in names]
+    functions = [[TORCH[name] for name in pair] for pair in pairs]
     model, x = every_layer(*functions), torch.randn(3, 3, 11, 39, generator=torch.Generator().manual_seed(1))
     reference, integer = quantized(model, x, recipe=ALL)
     assert not integer.islands
@@ -270,7 +275,7 @@ def test_a_requantize_after_the_function_becomes_a_table(isa):
 
 
 def test_the_comparison_detects_another_slope():
-    model, x = every_layer(TORCH["leaky_relu"]), torch.randn(2, 3, 11, 13)
+    model, x = every_layer([TORCH["leaky_relu"]] * 2), torch.randn(2, 3, 11, 13)
     _, integer = quantized(model, x, recipe=ALL)
     ((before, _),) = integer(x)
     for op in integer.graph.ops:
@@ -413,7 +418,7 @@ def test_a_graph_with_an_infinite_unit_is_refused():
 
 
 def test_a_saved_model_with_precise_functions_is_loaded(tmp_path):
-    model, x = every_layer(TORCH["leaky_relu"]), torch.randn(2, 3, 11, 13)
+    model, x = every_layer([TORCH["leaky_relu"]] * 2), torch.randn(2, 3, 11, 13)
     _, integer = quantized(model, x, recipe=ALL)
     compiled = stages.compile(integer)
     compiled.save(tmp_path / "m.intaglio")

@@ -6,6 +6,8 @@ from torch import nn
 
 import intaglio
 from support.nets import Body, randomize
+from support.side_by_side import SideBySide
+from support.slow_params import slow_params
 
 DRAW = torch.Generator().manual_seed(0)
 X = torch.randn(5, 6, 4, 8, generator=DRAW)
@@ -18,19 +20,26 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["default", "transformer"])
-@pytest.mark.parametrize("name", BODIES)
-def test_products_with_constant_matrices_are_int8(name, recipe):
-    body = BODIES[name]
-    model = Body(lambda m, x: body(m, m.first(x)), first=nn.Linear(8, 8))
+def with_matrices(name: str) -> nn.Module:
+    model = Body(lambda m, x: BODIES[name](m, m.first(x)), first=nn.Linear(8, 8))
     model.register_buffer("constant", torch.randn(6, 5, 9 if name != "the first operand" else 3, generator=DRAW))
-    randomize(model)
+    return randomize(model)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["default", *slow_params("transformer", reason="the same products beside sums in float")]
+)
+def test_products_with_constant_matrices_are_int8(recipe, subtests):
+    """Each beside the others, behind a layer of its own."""
+    model = SideBySide({name: (with_matrices(name), [X]) for name in BODIES}).eval()
     found = intaglio.quantize(model, [X], recipe=recipe, progress=False)
     assert not found.coverage.islands
     assert found.coverage.macs == 1
     for batch in (X, X[:2]):
-        exact = model(batch)
-        assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()
+        ours, floats = found(batch), model(batch)
+        for name, exact in floats.items():
+            with subtests.test(name, batch=len(batch)):
+                assert (ours[name] - exact).square().sum() < 1e-3 * exact.square().sum()
 
 
 def test_one_matrix_that_is_expanded_to_the_batch_is_the_weight_of_a_linear_layer():
@@ -89,15 +98,22 @@ VECTORS = {
 }
 
 
-@pytest.mark.parametrize("name", VECTORS)
-def test_products_with_a_constant_vector_are_linear_layers(name):
-    model = randomize(Body(VECTORS[name], first=nn.Linear(8, 8)))
+def with_vector(body) -> nn.Module:
+    model = randomize(Body(body, first=nn.Linear(8, 8)))
     model.register_buffer("constant", torch.arange(8.0))
+    return model
+
+
+def test_products_with_a_constant_vector_are_linear_layers(subtests):
+    """Each beside the others."""
+    model = SideBySide({name: (with_vector(body), [X]) for name, body in VECTORS.items()}).eval()
     found = intaglio.quantize(model, [X], progress=False)
     assert found.coverage.operators_int8
     assert not found.coverage.islands
     assert found.coverage.macs == 1
     for batch in (X, X[:2]):
-        exact = model(batch)
-        assert found(batch).shape == exact.shape
-        assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()
+        ours, floats = found(batch), model(batch)
+        for name, exact in floats.items():
+            with subtests.test(name, batch=len(batch)):
+                assert ours[name].shape == exact.shape
+                assert (ours[name] - exact).square().sum() < 1e-3 * exact.square().sum()

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 import intaglio
 from support.lowering import quantized
 from support.nets import Body, randomize
+from support.side_by_side import SideBySide
+from support.slow_params import slow_params
 
 DRAW = torch.Generator().manual_seed(0)
 X = torch.randn(2, 12, 8, generator=DRAW)
@@ -67,22 +69,29 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_the_program_computes_it(name):
-    body = BODIES[name]
-    model = randomize(Body(lambda m, x: (body(torch.tanh(m.a(x)) + x), m.b(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 3)))
+def between_layers(body):
+    return randomize(Body(lambda m, x: (body(torch.tanh(m.a(x)) + x), m.b(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 3)))
+
+
+def test_the_program_computes_them(subtests):
+    """All bodies side by side, each behind a layer of its own."""
+    model = SideBySide({name: (between_layers(body), [X]) for name, body in BODIES.items()})
     reference, lowered = quantized(model, X, recipe=intaglio.Recipe.named("transformer"))
-    assert not lowered.islands
-    exact = model(X)[0]
-    # A probability between two of its 256 values is rounded either way, which results of attention show.
-    bounds = (
-        {"rtol": 0, "atol": exact.abs().max().item() / 255} if "attention" in name else {"rtol": 1e-5, "atol": 1e-5}
-    )
+    assert not lowered.islands, lowered.skipped
     for batch in (X, X[:1]):
-        for found, expected in zip(lowered(batch), reference(batch), strict=True):
-            torch.testing.assert_close(found, expected, **bounds)
-    assert lowered(X)[0].shape == exact.shape
-    assert (lowered(X)[0] - exact).square().sum() < 1e-3 * exact.square().sum()
+        ours, simulated, floats = lowered(batch), reference(batch), model(batch)
+        for name in BODIES:
+            with subtests.test(name, batch=len(batch)):
+                exact = floats[name][0]
+                # A probability between two of its 256 values is rounded either way, which results of attention show.
+                attends = "attention" in name
+                bounds = (
+                    {"rtol": 0, "atol": exact.abs().max().item() / 255} if attends else {"rtol": 1e-5, "atol": 1e-5}
+                )
+                for found, expected in zip(ours[name], simulated[name], strict=True):
+                    torch.testing.assert_close(found, expected, **bounds)
+                assert ours[name][0].shape == exact.shape
+                assert (ours[name][0] - exact).square().sum() < 1e-3 * exact.square().sum()
 
 
 ISLANDS = {
@@ -123,7 +132,13 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["default", "transformer"])
+BOTH = [
+    "default",
+    *slow_params("transformer", reason="the bodies above are quantized with it, too"),
+]
+
+
+@pytest.mark.parametrize("recipe", BOTH)
 @pytest.mark.parametrize("name", NORMS)
 def test_groups_of_a_free_size_are_normalized_in_the_program(name, recipe):
     model = randomize(NORMS[name]())
@@ -152,7 +167,7 @@ class Grid(nn.Module):
         return y, first - second, depth + first[..., None]
 
 
-@pytest.mark.parametrize("recipe", ["default", "transformer"])
+@pytest.mark.parametrize("recipe", BOTH)
 def test_padding_with_a_large_number_of_a_free_size_keeps_the_range_of_values(recipe):
     def body(m, x):
         y = F.pad(m.a(x), (2, 1), value=-1e4)
@@ -169,7 +184,7 @@ def test_padding_with_a_large_number_of_a_free_size_keeps_the_range_of_values(re
         assert (ours - exact).square().sum() < 1e-3 * exact.square().sum()
 
 
-@pytest.mark.parametrize("indexing", ["ij", "xy"])
+@pytest.mark.parametrize("indexing", ["ij", *slow_params("xy", reason="the same grids with two axes transposed")])
 def test_grids_of_a_free_size_are_computed_in_the_program(indexing):
     model = randomize(Grid(indexing))
     x = torch.randn(2, 2, 13, 9, generator=DRAW)

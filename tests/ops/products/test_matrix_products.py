@@ -23,6 +23,7 @@ from support.lowering import lowered as calibrated
 from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS, Memory
 from support.nets import Body, randomize
 from support.programs import assert_bits_of_the_interpreter, assert_same_bits, assert_stays_inside, built, compiled
+from support.side_by_side import SideBySide
 
 SLACK = 64
 MEMORY = [Memory(1 << 20) for _ in range(3)]
@@ -272,13 +273,20 @@ EINSUMS = {
 }
 
 
-@pytest.mark.parametrize("name", EINSUMS)
-def test_an_einsum_is_products_of_matrices(name):
+def with_einsum(call) -> nn.Module:
     constants = {"matrix": nn.Parameter(torch.randn(8, 5)), "heads": nn.Parameter(torch.randn(4, 8, 6))}
-    model = randomize(Body(EINSUMS[name], a=nn.Linear(8, 8), b=nn.Linear(8, 8), **constants))
+    return randomize(Body(call, a=nn.Linear(8, 8), b=nn.Linear(8, 8), **constants))
+
+
+def test_an_einsum_is_products_of_matrices(subtests):
+    """Each beside the others, behind layers of its own."""
     x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))
+    model = SideBySide({name: (with_einsum(call), [x]) for name, call in EINSUMS.items()})
     reference, lowered = quantized(model, x)
     assert not lowered.islands
     assert lowered.macs[0] == lowered.macs[1]
     assert_equal_quantized(reference, lowered, x)
-    assert lowered(x[:1]).shape == model(x[:1]).shape
+    found, exact = lowered(x[:1]), model(x[:1])
+    for name in EINSUMS:
+        with subtests.test(name):
+            assert found[name].shape == exact[name].shape
