@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterable
 
 import pytest
 
@@ -19,10 +20,10 @@ FILES = sorted(TESTS.rglob("*.py"))
 TEST_FILES = [path for path in FILES if path.name.startswith("test_")]
 
 
-def imported(tree: ast.Module) -> list[tuple[str, str]]:
+def imported(nodes: Iterable[ast.AST]) -> list[tuple[str, str]]:
     """Every (module, name) that a file imports; the name of ``import a.b`` is empty."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -30,13 +31,13 @@ def imported(tree: ast.Module) -> list[tuple[str, str]]:
     return found
 
 
-def private_imports(tree: ast.Module) -> list[str]:
-    names = [f"{module}.{name}" for module, name in imported(tree) if f"{module}.".startswith("intaglio.")]
+def private_imports(pairs: list[tuple[str, str]]) -> list[str]:
+    names = [f"{module}.{name}" for module, name in pairs if f"{module}.".startswith("intaglio.")]
     return [name for name in names if re.search(r"\._(?!_)", name)]
 
 
-def functions(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+def functions(nodes: Iterable[ast.AST]) -> list[ast.FunctionDef]:
+    return [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
 
 
 def calls_when_imported(tree: ast.Module) -> list[str]:
@@ -57,9 +58,9 @@ def is_marker(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node) == f"pytest.mark.{name}"
 
 
-def cases(tree: ast.Module) -> list[str]:
+def cases(nodes: Iterable[ast.AST]) -> list[str]:
     """Strings in the ``case`` markers of a file, those of its parameters included."""
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and is_marker(n.func, "case")]
+    calls = [n for n in nodes if isinstance(n, ast.Call) and is_marker(n.func, "case")]
     return [argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)]
 
 
@@ -82,16 +83,17 @@ def test_names_of_files_are_unique():
 
 def test_no_test_imports_another_test_and_none_a_private_name():
     for path in FILES:
-        tests = [module for module, _ in imported(syntax_tree(path)) if re.search(r"(^|\.)test_", module)]
+        pairs = imported(syntax_nodes(path))
+        tests = [module for module, _ in pairs if re.search(r"(^|\.)test_", module)]
         assert not tests, f"{path.name} imports {tests}: what two files need goes to tests/support"
-        assert not private_imports(syntax_tree(path)), path.name
+        assert not private_imports(pairs), path.name
 
 
 def test_names_say_behaviour_and_cases_are_markers():
     for path in TEST_FILES:
-        numbered = [node.name for node in functions(syntax_tree(path)) if NUMBERED.match(node.name)]
+        numbered = [node.name for node in functions(syntax_nodes(path)) if NUMBERED.match(node.name)]
         assert not numbered, f"{path.name}: {numbered}; the number goes to @pytest.mark.case"
-        assert not [case for case in cases(syntax_tree(path)) if not CASE.fullmatch(case)], path.name
+        assert not [case for case in cases(syntax_nodes(path)) if not CASE.fullmatch(case)], path.name
 
 
 def test_slow_tests_have_a_reason():
@@ -104,7 +106,7 @@ def test_slow_tests_have_a_reason():
 
 def test_every_known_problem_has_a_test_or_a_reason():
     assert sorted([*PROBLEMS, *NOT_TESTED]) == list(range(1, 41))
-    named = {case for path in TEST_FILES for case in cases(syntax_tree(path))}
+    named = {case for path in TEST_FILES for case in cases(syntax_nodes(path))}
     assert not {number for number in PROBLEMS if f"problem {number}" not in named}
     assert {int(case.split()[1]) for case in named if case.startswith("problem ")} <= set(PROBLEMS)
 
@@ -118,7 +120,7 @@ def test_every_known_problem_has_a_test_or_a_reason():
     ],
 )
 def test_a_private_import_is_seen(text, found):
-    assert private_imports(ast.parse(text)) == found
+    assert private_imports(imported(ast.walk(ast.parse(text)))) == found
 
 
 def test_no_file_quantizes_a_model_when_it_is_imported():

@@ -1,13 +1,13 @@
 """The import table of docs/architecture.md holds for every file of the package."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from support.project_files import ROOT
+from support.project_files import ROOT, syntax_nodes
 
 TABLE = ROOT / "docs" / "architecture.md"
 SOURCES = ROOT / "src"
@@ -44,10 +44,10 @@ def read_table(text: str) -> dict[str, Rule]:
     return rules
 
 
-def imports(source: str, file: str) -> Iterator[tuple[int, str]]:
+def imports(nodes: Iterable[ast.AST], file: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each import wherever it stands; relative names resolved, imported names appended."""
     folder = Path(file).parent.parts
-    for node in ast.walk(ast.parse(source, file)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -64,13 +64,13 @@ def package_of(file: str) -> str:
     return "intaglio" if name == "__init__" else name
 
 
-def violations(source: str, file: str, rules: dict[str, Rule]) -> list[str]:
-    """One line for each import in `source` that the rule of its package forbids; `file` is relative to src."""
+def violations(nodes: Iterable[ast.AST], file: str, rules: dict[str, Rule]) -> list[str]:
+    """One line for each import among `nodes` that the rule of its package forbids; `file` is relative to src."""
     package = package_of(file)
     if package not in rules:
         return [f"src/{file}:1: package '{package}' has no row in {TABLE.relative_to(ROOT)}"]
     rule, found = rules[package], []
-    for line, name in imports(source, file):
+    for line, name in imports(nodes, file):
         top, *rest = name.split(".")
         if top == "intaglio":
             # A name that is no package comes from intaglio/__init__.py, the row `intaglio`.
@@ -91,7 +91,7 @@ def test_packages_import_only_what_the_table_allows():
     found = []
     for path in paths:
         file = path.relative_to(SOURCES).as_posix()
-        found += violations(path.read_text(encoding="utf-8"), file, RULES)
+        found += violations(syntax_nodes(path), file, RULES)
     assert not found, "\n" + "\n".join(found)
 
 
@@ -112,7 +112,7 @@ def test_packages_import_only_what_the_table_allows():
     ],
 )
 def test_a_forbidden_import_is_found(file, source, broken):
-    (found,) = violations(source, file, RULES)
+    (found,) = violations(ast.walk(ast.parse(source)), file, RULES)
     assert broken in found
 
 
@@ -125,7 +125,7 @@ def test_a_forbidden_import_is_found(file, source, broken):
     ],
 )
 def test_an_allowed_import_passes(file, source):
-    assert violations(source, file, RULES) == []
+    assert violations(ast.walk(ast.parse(source)), file, RULES) == []
 
 
 def test_a_fusion_row_that_refers_to_a_later_row_is_refused():

@@ -1,11 +1,11 @@
 """Private names of PyTorch are used in `intaglio.torch_private` and nowhere else."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from support.project_files import ROOT
+from support.project_files import ROOT, syntax_nodes
 
 PACKAGE = ROOT / "src" / "intaglio"
 HOME = "torch_private.py"
@@ -31,9 +31,9 @@ ATTRIBUTES = {
 """Private attributes of torch's objects, whatever an expression calls them."""
 
 
-def private_uses(source: str) -> Iterator[str]:
+def private_uses(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield every private name of torch that a file imports or reads; names of operators are public."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (f"{node.lineno}: {alias.name}" for alias in node.names if _is_private(alias.name))
         elif isinstance(node, ast.ImportFrom):
@@ -65,12 +65,12 @@ def test_private_names_of_torch_have_one_home():
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         if name != HOME and name not in ALLOWED:
-            found += [f"src/intaglio/{name}:{use}" for use in private_uses(path.read_text(encoding="utf-8"))]
+            found += [f"src/intaglio/{name}:{use}" for use in private_uses(syntax_nodes(path))]
     assert not found, "import these from intaglio.torch_private:\n" + "\n".join(found)
 
 
 def test_every_listed_exception_is_needed():
-    assert all(list(private_uses((PACKAGE / name).read_text(encoding="utf-8"))) for name in ALLOWED)
+    assert all(list(private_uses(syntax_nodes(PACKAGE / name))) for name in ALLOWED)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_every_listed_exception_is_needed():
     ],
 )
 def test_a_private_name_is_found(source):
-    assert list(private_uses(source))
+    assert list(private_uses(ast.walk(ast.parse(source))))
 
 
 @pytest.mark.parametrize("source", ["torch.ops.aten._to_copy.default", "self._buffers", "torch.__version__"])
 def test_a_public_name_is_not_reported(source):
-    assert not list(private_uses(source))
+    assert not list(private_uses(ast.walk(ast.parse(source))))
