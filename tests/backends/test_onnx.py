@@ -311,23 +311,29 @@ def test_quantized_embedding_tables_stay_quantized(tmp_path):
     written.assert_close(torch.randint(50, (7, 9)))
 
 
+OTHER_SETTINGS = (
+    intaglio.Setting(activations_dtype="f8e4m3", weights_dtype="f8e4m3"),
+    intaglio.Setting(shortcut=16),
+    intaglio.Setting(bits=7),
+    intaglio.Setting(activations_dtype="s16"),
+    intaglio.Setting(weights="tensor"),
+    intaglio.Setting(activations="float", weights_dtype="f16"),
+)
+
+
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "net"),
     [
-        intaglio.Setting(activations_dtype="f8e4m3", weights_dtype="f8e4m3"),
+        (intaglio.Setting(activations_dtype="f8e4m3", weights_dtype="f8e4m3"), nets.ConvBnRelu),
         *slow_params(
-            intaglio.Setting(shortcut=16),
-            intaglio.Setting(bits=7),
-            intaglio.Setting(activations_dtype="s16"),
-            intaglio.Setting(weights="tensor"),
-            intaglio.Setting(activations="float", weights_dtype="f16"),
-            reason="other numbers of levels in the same nodes",
+            *((setting, nets.Residual) for setting in OTHER_SETTINGS),
+            reason="other numbers of levels in the same nodes, and a larger network",
         ),
     ],
-    ids=lambda setting: setting.activations_dtype or setting.weights_dtype or str(setting.bits or setting.weights),
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
 )
-def test_exported_models_of_other_data_types_match_the_reference(setting, tmp_path):
-    model = randomize(nets.Residual())
+def test_exported_models_of_other_data_types_match_the_reference(setting, net, tmp_path):
+    model = randomize(net())
     written = Written(reference_of(model, nets.example(model), recipe=Recipe(default=setting)), tmp_path)
     x = nets.example(model, 3)
     for running in (written.plain, written.fast):

@@ -14,6 +14,7 @@ from support.int8_models import assert_program_matches
 from support.lowering import assert_equal_quantized, lowered, quantized
 from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
+from support.slow_params import slow_params
 
 TAILS = {
     "relu": lambda x, y: F.relu(x),
@@ -34,24 +35,37 @@ IMAGE_ANCHORS = {
     "depthwise": lambda: nn.Conv2d(20, 20, 3, padding=1, groups=20),
     "dilated depthwise": lambda: nn.Conv2d(20, 20, 3, padding=2, dilation=2, groups=20),
 }
+ROW_ANCHORS = ("linear", "matmul")
+SOME_TAILS = {
+    "conv": ("relu", "gelu", "sum"),
+    "grouped": ("clamp", "sigmoid", "sum, relu"),
+    "depthwise": ("silu", "tanh", "weighted sum"),
+    "dilated depthwise": ("hardswish", "leaky_relu", "sum"),
+    "linear": ("relu", "gelu", "silu", "hardswish", "sum", "weighted sum"),
+    "matmul": ("clamp", "sigmoid", "tanh", "leaky_relu", "sum", "sum, relu"),
+}
+"""Every tail behind an anchor of images and behind one of rows."""
+ALL_TAILS = dict.fromkeys([*IMAGE_ANCHORS, *ROW_ANCHORS], tuple(TAILS))
 
 
 def images_body(m: nn.Module, x: Tensor) -> list[Tensor]:
-    return [tail(layer(x), x) for layers in m.anchors for layer, tail in zip(layers, TAILS.values(), strict=True)]
+    pairs = [pair for anchor, layers in m.anchors.items() for pair in zip(layers, m.tails[anchor], strict=True)]
+    return [TAILS[tail](layer(x), x) for layer, tail in pairs]
 
 
 def rows_body(m: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    found = [tail(layer(x), x) for layer, tail in zip(m.layers, TAILS.values(), strict=True)]
-    return found + [tail(torch.matmul(x, y), x) for tail in TAILS.values()]
+    found = [TAILS[tail](layer(x), x) for layer, tail in zip(m.layers, m.tails["linear"], strict=True)]
+    return found + [TAILS[tail](torch.matmul(x, y), x) for tail in m.tails["matmul"]]
 
 
-def image_model() -> nn.Module:
-    anchors = nn.ModuleList(nn.ModuleList(make() for _ in TAILS) for make in IMAGE_ANCHORS.values())
-    return randomize(Body(images_body, anchors=anchors))
+def image_model(tails: dict[str, tuple[str, ...]]) -> nn.Module:
+    layers = {name: nn.ModuleList(make() for _ in tails[name]) for name, make in IMAGE_ANCHORS.items()}
+    return randomize(Body(images_body, anchors=nn.ModuleDict(layers), tails=tails))
 
 
-def row_model() -> nn.Module:
-    return randomize(Body(rows_body, layers=nn.ModuleList(nn.Linear(24, 24) for _ in TAILS)))
+def row_model(tails: dict[str, tuple[str, ...]]) -> nn.Module:
+    layers = nn.ModuleList(nn.Linear(24, 24) for _ in tails["linear"])
+    return randomize(Body(rows_body, layers=layers, tails=tails))
 
 
 def drawn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -63,9 +77,21 @@ def shown(graph: Lowered) -> list[str]:
     return [" + ".join(op.kind for op in step.partition.ops) for step in plan_graph(graph.graph).steps]
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        SOME_TAILS,
+        *slow_params(ALL_TAILS, reason="every anchor and every tail runs with some others"),
+    ],
+    ids=["some", "all"],
+)
+def tails(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def images():
-    return quantized(image_model(), *drawn(0, (4, 20, 7, 9)))
+def images(tails):
+    return quantized(image_model(tails), *drawn(0, (4, 20, 7, 9)))
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +100,11 @@ def image_programs(images):
 
 
 @pytest.fixture(scope="module")
-def rows():
+def rows(tails):
     """With a free number of tokens."""
     inputs, free = drawn(0, (4, 7, 24), (4, 24, 24)), torch.export.Dim.AUTO
     sizes = ({0: free, 1: free}, {0: free})
-    captured = stages.capture(row_model().eval(), tuple(inputs), dynamic_shapes=(sizes,))
+    captured = stages.capture(row_model(tails).eval(), tuple(inputs), dynamic_shapes=(sizes,))
     return lowered(captured, *inputs)
 
 
