@@ -11,6 +11,7 @@ from intaglio.ops import BY_NAME, BY_TARGET
 from intaglio.ops.products.recurrent import RECURRENT_OPS
 from support.lowering import quantized as lowered_of
 from support.nets import Body, randomize
+from support.slow_params import slow_params_except
 
 
 def f32(*shape: int) -> torch.Tensor:
@@ -129,7 +130,14 @@ PRODUCTS = {
 of the function and those of them in int8. They are of all samples where the batch is fixed, and else of one."""
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        *(name for name in PRODUCTS if name not in ("rnn_cell", "chain_matmul")),
+        of=PRODUCTS,
+        reason="counted like a recurrent layer, and like the product of several matrices",
+    ),
+)
 def test_operators_that_multiply_count_in_the_coverage(name):
     layer, call, all_macs, int8_macs = PRODUCTS[name]
     model = randomize(Body(lambda m, x: call(m, m.first(x)), first=nn.Linear(8, 16), of=layer or nn.Identity()))

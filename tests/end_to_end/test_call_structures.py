@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +17,7 @@ import intaglio
 from intaglio import eager, stages
 from intaglio.errors import CaptureError
 from support.nets import Body, randomize
+from support.slow_params import slow_params_except
 
 
 class Pair(NamedTuple):
@@ -172,6 +173,17 @@ NOT_TRAINED = {
 }
 """Cases that quantization-aware training refuses, with the reasons."""
 NOT_DEFINED_BY_RUN = {"packed sequence inside", "packed sequence as argument"}
+LIKE_OTHERS = ("dictionary of arguments", "list", "keyword argument left out", "known dataclass")
+"""Cases whose calls are bound as those of other cases are."""
+
+
+def names(without: Collection[str] = ()) -> list[Any]:
+    """Return the names of cases as parameters, without some."""
+    return slow_params_except(
+        *(name for name in CASES if name not in (*LIKE_OTHERS, *without)),
+        of=[name for name in CASES if name not in without],
+        reason="stages are called with it always; other cases are bound alike",
+    )
 
 
 def model_and_data(name: str) -> tuple[nn.Module, list[Any], Any]:
@@ -214,7 +226,7 @@ def quantized(name: str) -> Any:
     return intaglio.quantize(model, data, recipe="int8_dynamic" if "step" in name else None, progress=False)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", names())
 def test_quantize_keeps_the_call(name):
     model, data, other = model_and_data(name)
     int8 = quantized(name)
@@ -223,7 +235,7 @@ def test_quantize_keeps_the_call(name):
         check_same(call(int8, batch), call(model, batch))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_PARTS])
+@pytest.mark.parametrize("name", names(IN_PARTS))
 def test_compare_takes_the_batches_of_quantize(name):
     model, data, _ = model_and_data(name)
     comparison = intaglio.compare(model, quantized(name), data)
@@ -248,7 +260,7 @@ def test_capture_refuses_what_torch_export_does_not_take(name):
     assert error.value.remedy
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_PARTS])
+@pytest.mark.parametrize("name", names(IN_PARTS))
 def test_training_takes_the_batches_of_quantize(name):
     model, data, other = model_and_data(name)
     training = captured(model.train(), data[0], train=True)
@@ -263,7 +275,7 @@ def test_training_takes_the_batches_of_quantize(name):
     check_same(call(stages.convert(prepared.eval()), other), call(model.eval(), other))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_DEFINED_BY_RUN])
+@pytest.mark.parametrize("name", names(NOT_DEFINED_BY_RUN))
 def test_define_by_run_models_take_the_batches_of_quantize(name):
     model, data, other = model_and_data(name)
     args, kwargs = ((), data[0]) if isinstance(data[0], dict) else (data[0], {})

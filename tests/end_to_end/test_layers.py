@@ -121,7 +121,7 @@ UNARY = {
 @pytest.mark.case("frontends C2")
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
-    "name", slow_params_except("relu", "hardtanh", "gelu", of=UNARY, reason="every function has a test of its table")
+    "name", slow_params_except("relu", "gelu", of=UNARY, reason="every function has a test of its table")
 )
 def test_functions_after_layers_are_fused_with_and_without_quantization(name, quantized):
     after = nn.Linear(21, 4) if quantized else nn.Identity()

@@ -233,7 +233,9 @@ MIXERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(
+    "name", slow_params_except("a sum and padding", "both", of=MIXERS, reason="parts of what the others read")
+)
 def test_a_convolution_over_time_reads_channels_that_a_linear_layer_mixed(name):
     """The linear layer reads the last axis and the convolution the second one, with a float residual stream between."""
     model = randomize(Body(MIXERS[name], a=nn.Linear(8, 8), b=nn.Linear(8, 7), c=nn.Conv1d(17, 15, 2)))

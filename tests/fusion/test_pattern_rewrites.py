@@ -196,12 +196,32 @@ def relu_net():
     return net(lambda m, x: m.c(torch.relu(m.b(torch.relu(m.a(x))))))
 
 
-@pytest.mark.parametrize("others", [[], builtin()], ids=["alone", "beside built-in patterns"])
-@pytest.mark.parametrize("options", [{}, {"dynamic_shapes": {}}], ids=["free batch", "fixed batch"])
+REWRITES = {
+    "linear": (quantized_linear, LINEAR),
+    "relu": (quantized_relu, op("aten.relu.default", wildcard("x"))),
+}
+OPTIONS = {"free batch": {}, "fixed batch": {"dynamic_shapes": {}}}
+OTHERS = {"alone": [], "beside built-in patterns": builtin()}
+QUICK = ("linear-free batch-alone", "linear-fixed batch-beside built-in patterns", "relu-free batch-alone",
+         "relu-fixed batch-beside built-in patterns")  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("rewrite", "pattern"),
-    [(quantized_linear, LINEAR), (quantized_relu, op("aten.relu.default", wildcard("x")))],
-    ids=["linear", "relu"],
+    ("rewrite", "pattern", "options", "others"),
+    [
+        pytest.param(
+            *REWRITES[rewrite],
+            OPTIONS[option],
+            OTHERS[other],
+            id=name,
+            marks=[pytest.mark.slow(reason="each rewrite runs with both options and both sets of patterns")]
+            * (name not in QUICK),
+        )
+        for rewrite in REWRITES
+        for option in OPTIONS
+        for other in OTHERS
+        for name in [f"{rewrite}-{option}-{other}"]
+    ],
 )
 def test_a_match_may_become_quantized_operators(rewrite, pattern, others, options, tmp_path):
     quantizer = stages.Quantizer(patterns=[*others, QuantizerPattern("mine", pattern, rewrite=rewrite)])

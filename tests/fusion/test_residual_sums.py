@@ -71,9 +71,7 @@ SCALED = {
 @pytest.mark.parametrize(
     "name",
     slow_params_except(
-        "conv",
         "of two sites of tokens",
-        "wide",
         "transposed",
         "groups",
         of=SCALED,
@@ -179,9 +177,7 @@ SHORTCUTS = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        "two in a row", "depthwise", "tokens", "below zero", of=SHORTCUTS, reason="other layers of the same sums"
-    ),
+    slow_params_except("two in a row", "below zero", of=SHORTCUTS, reason="other layers of the same sums"),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_kernels_with_16_bit_shortcuts_are_bit_identical(name, isa):

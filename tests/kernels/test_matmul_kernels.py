@@ -19,6 +19,7 @@ from intaglio.plan import BufferLifetime
 from intaglio.plan.arena import first_fit
 from support.matmul_cases import Case, case_data, cases, run
 from support.matmul_library import HAS_VBMI, RUNNABLE_ISAS, SOFTWARE_ISAS, int4_specs, kernels
+from support.slow_params import slow_params
 
 SIZE_LIMIT = 1 << 21
 TESTED_ISAS = [*RUNNABLE_ISAS, *SOFTWARE_ISAS]
@@ -276,9 +277,21 @@ ASSEMBLER = {
 AVX-VNNI, which some processors with AVX512-VNNI lack."""
 
 
+PAIRS = [(kernels_of, allowed) for kernels_of in ASSEMBLER for allowed in ASSEMBLER]
+QUICK = [(isa, allowed) for isa, allowed in PAIRS if isa in ("avx2", "avxvnni", allowed)]
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the assembler's option is that of g++")
-@pytest.mark.parametrize("kernels_of", ASSEMBLER)
-@pytest.mark.parametrize("allowed", ASSEMBLER)
+@pytest.mark.parametrize(
+    ("kernels_of", "allowed"),
+    [
+        *QUICK,
+        *slow_params(
+            *(pair for pair in PAIRS if pair not in QUICK),
+            reason="much text, or errors; every kernel is assembled for its own set, and short texts for other sets",
+        ),
+    ],
+)
 def test_kernels_use_no_instruction_of_a_later_set(kernels_of, allowed):
     """The compiler does not look into assembly, and a better machine would run it."""
     isa = ISAS[kernels_of]

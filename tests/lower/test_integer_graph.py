@@ -18,6 +18,7 @@ from intaglio.tracing import trace
 from support import nets
 from support.lowering import assert_equal_quantized, kinds, quantized, tensors
 from support.nets import Body
+from support.slow_params import slow_params
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -262,7 +263,11 @@ def test_float_work_between_the_same_neighbours_is_one_island():
     ]
 
 
-@pytest.mark.parametrize("net", [nets.OptionA, nets.MaxPoolNet, nets.InplaceMutations], ids=lambda net: net.__name__)
+@pytest.mark.parametrize(
+    "net",
+    [nets.MaxPoolNet, nets.InplaceMutations, *slow_params(nets.OptionA, reason="a larger network")],
+    ids=lambda net: net.__name__,
+)
 def test_lowering_passes_are_idempotent(net):
     model = nets.randomize(net())
     _, lowered = quantized(model, nets.example(model, 4))

@@ -114,8 +114,6 @@ def all_stages(net, x):
         "slopes",
         "norm alone",
         "cat of vectors",
-        "cat, then padding",
-        "channel shuffle",
         of=BODIES,
         reason="other operands of the same operators",
     ),

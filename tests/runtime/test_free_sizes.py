@@ -128,9 +128,7 @@ def same(found, expected) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(expected), strict=True))
 
 
-@pytest.mark.parametrize(
-    "name", slow_params_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes")
-)
+@pytest.mark.parametrize("name", slow_params_except("tokens", of=NETS, reason="other layers of the same sizes"))
 def test_dynamic_sizes_leave_no_operator_in_float(name):
     """And the interpreter is within one step of the reference at sizes it was not calibrated with."""
     reference, lowered = all_stages(name)
@@ -179,7 +177,9 @@ def test_changing_shapes_needs_one_compilation(name, counting_compiler):
     assert counting_compiler.read_text() == before
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name", slow_params_except(*(name for name in NETS if name != "moved"), of=NETS, reason="takes seconds to compile")
+)
 def test_a_saved_model_keeps_its_free_sizes(name, tmp_path):
     model, shape = program(name, RUNNABLE_ISAS[0]), NETS[name][3](lambda low, high: 8)
     model.save(tmp_path / "model.intaglio")
@@ -190,7 +190,7 @@ def test_a_saved_model_keeps_its_free_sizes(name, tmp_path):
 SMALL = {"weighed": (1, 3, 0, 9), "lines": (1, 6, 2), "moved": (1, 3, 9, 0)}
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", slow_params_except("weighed", "lines", of=SMALL, reason="takes seconds to compile"))
 def test_sizes_that_give_empty_results_are_refused_like_in_the_float_model(name):
     """By the traced range; and where there is none, as in a graph of another making, by what operators need."""
     x, own = torch.randn(SMALL[name]), all_stages(name)[1]

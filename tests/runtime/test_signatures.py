@@ -21,6 +21,7 @@ from support import nets
 from support.int8_models import assert_same, built, picture
 from support.lowering import quantized, sqnr
 from support.nets import Body
+from support.slow_params import slow_params
 
 X = picture(4, size=8)
 
@@ -303,7 +304,7 @@ def test_a_model_of_another_element_type_is_refused_by_it():
     assert "float32" in raised.value.remedy
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow_params(torch.bfloat16, reason="the other half precision")])
 def test_a_float16_model_keeps_float16_inputs_and_outputs(dtype):
     model = intaglio.quantize(nn.Sequential(conv()).to(dtype), [X.to(dtype)])
     assert model(X.to(dtype)).dtype is dtype

@@ -12,6 +12,7 @@ from intaglio.errors import InputError
 from support.int8_models import assert_same
 from support.lowering import sqnr
 from support.nets import Body, randomize
+from support.slow_params import slow_params
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
@@ -99,7 +100,9 @@ def rotate(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return m.linear(x)
 
 
-@pytest.mark.parametrize("body", [swap, result_before_the_write, rotate])
+@pytest.mark.parametrize(
+    "body", [swap, result_before_the_write, *slow_params(rotate, reason="parts of what is swapped")]
+)
 def test_values_of_an_input_before_a_write_are_kept(body):
     model = randomize(Body(body, linear=nn.Linear(8, 8)))
     other = X.flip(0).contiguous()

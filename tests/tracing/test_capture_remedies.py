@@ -202,7 +202,22 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("wrong", "remedy", "right"), MODELS.values(), ids=MODELS)
+LONG = ("a branch of torch", "a loop in a loop")
+"""Cases in which torch compiles, which takes seconds."""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy", "right"),
+    [
+        pytest.param(
+            *case,
+            id=name,
+            marks=[pytest.mark.slow(reason="torch compiles; tests of loops and branches have the error, too")]
+            * (name in LONG),
+        )
+        for name, case in MODELS.items()
+    ],
+)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_following_the_remedy_of_a_capture_error_removes_it(wrong, remedy, right):
     with pytest.raises(IntaglioError) as raised:
@@ -211,6 +226,7 @@ def test_following_the_remedy_of_a_capture_error_removes_it(wrong, remedy, right
     right()
 
 
+@pytest.mark.slow(reason="torch compiles scans; the limit and its error are tested with other scans")
 def test_a_scan_of_fewer_steps_is_captured(monkeypatch):
     monkeypatch.setattr(unroll_scans, "MAX_UNROLLED_OPERATORS", 30)
     with pytest.raises(IntaglioError) as raised:

@@ -13,6 +13,7 @@ from intaglio.ir import evaluate, symbol
 from intaglio.tracing import capture
 from intaglio.tracing.free_dimensions import common_multiples
 from support.lowering import lowered
+from support.slow_params import slow_params
 
 STEPS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 6)), min_size=1, max_size=4)
 """Added number and divisor of each step, as convolutions with strides have them."""
@@ -133,7 +134,7 @@ class TwoScales(nn.Module):
         return (fine + self.enlarge(self.coarse(fine))).relu()
 
 
-@pytest.mark.parametrize("kind", [TwoBranches, TwoScales])
+@pytest.mark.parametrize("kind", [TwoBranches, *slow_params(TwoScales, reason="the same sum of other sizes")])
 def test_sums_of_images_whose_sizes_round_differently_run_in_int8(kind):
     torch.manual_seed(0)
     model = kind().eval()

@@ -12,6 +12,7 @@ from intaglio.errors import CaptureError
 from support import nets
 from support.lowering import quantized, sqnr
 from support.nets import Body
+from support.slow_params import slow_params_except
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -88,7 +89,9 @@ def test_results_that_are_state_are_not_overwritten_by_the_next_call():
     torch.testing.assert_close(captured(x), twin(x), msg="nor does writing into a result reach the state")
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize(
+    "name", slow_params_except("a counter and a mean", of=STATEFUL, reason="other buffers of the same file")
+)
 def test_int8_buffers_are_saved_and_loaded(name, tmp_path):
     model, twin, x = twins(name)
     _, lowered = quantized(model, x)

@@ -98,7 +98,6 @@ def several(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     "way",
     slow_params_except(
         "added, of pairs",
-        "extended by a library",
         of=WAYS,
         reason="other combinations of the same kinds of masks and modules",
     ),

@@ -93,10 +93,7 @@ def operators(module) -> list[str]:
     slow_params_except(
         "a choice added",
         "scaled behind the mask, which is boolean",
-        "a mask filled in",
         "keys scaled, before and behind",
-        "keys permuted at once",
-        "no scale",
         of=JOINED,
         reason="other orders of the same operators",
     ),

@@ -25,6 +25,7 @@ from support.lowering import assert_equal_quantized, kinds, quantized, sqnr
 from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import assert_same_bits, assert_stays_inside, threads
+from support.slow_params import slow_params, slow_params_except
 
 LAYERS = {  # (inputs, outputs, groups)
     "one panel": (16, 16, 3),
@@ -198,26 +199,34 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-def test_experts_run_in_int8_without_an_island(isa, subtests, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        *("default", "dynamic", "int8 results", "4 bits"),
+        of=RECIPES,
+        reason="one scale is tested with the kernels, and the recipe of transformers with the interpreter",
+    ),
+)
+def test_experts_run_in_int8_without_an_island(name, isa, tmp_path):
     model = experts()
-    for name, recipe in RECIPES.items():
-        with subtests.test(name):
-            reference, lowered = quantized(model, X, recipe=recipe)
-            assert not lowered.islands
-            assert lowered.macs[0] == lowered.macs[1] > 0
-            assert kinds(lowered).count("grouped_linear") == 2
-            program = stages.compile(lowered, isa=isa)
-            program.save(tmp_path / "experts")
-            for run in (program, intaglio.load(tmp_path / "experts", isa=isa)):
-                for batch in (X, X[:1], -X[:5]):
-                    for count in (1, 2):
-                        with threads(count):
-                            assert_same_bits([run(batch)], [lowered(batch)])
-            assert sqnr(program(X), reference(X)) > 40
-            assert sqnr(program(X), model(X)) > (10 if name == "4 bits" else 20)
+    reference, lowered = quantized(model, X, recipe=RECIPES[name])
+    assert not lowered.islands
+    assert lowered.macs[0] == lowered.macs[1] > 0
+    assert kinds(lowered).count("grouped_linear") == 2
+    program = stages.compile(lowered, isa=isa)
+    program.save(tmp_path / "experts")
+    for run in (program, intaglio.load(tmp_path / "experts", isa=isa)):
+        for batch in (X, X[:1], -X[:5]):
+            for count in (1, 2):
+                with threads(count):
+                    assert_same_bits([run(batch)], [lowered(batch)])
+    assert sqnr(program(X), reference(X)) > 40
+    assert sqnr(program(X), model(X)) > (10 if name == "4 bits" else 20)
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    "train", [False, *slow_params(True, reason="prepared experts are trained below, and their graph is the same")]
+)
 def test_rows_that_are_split_at_their_counts_are_experts_too(train):
     model, recipe = experts(SplitExperts), Recipe.named("transformer")
     captured = stages.capture(model, (X,), train=train)
@@ -272,7 +281,9 @@ def test_a_function_behind_a_grouped_layer_runs_on_its_tiles(isa):
 
 
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-@pytest.mark.parametrize("kind", ["s8", "f16"])
+@pytest.mark.parametrize(
+    "kind", ["s8", *slow_params("f16", reason="programs with weights of 16 bits are compared with PyTorch below")]
+)
 def test_weights_alone_are_stored_in_fewer_bits_without_an_island(kind, isa, tmp_path):
     model, recipe = experts(hidden=36), Recipe.of({}, Setting(activations="float", weights_dtype=kind))
     reference, lowered = quantized(model, X, recipe=recipe)
@@ -355,6 +366,7 @@ def test_experts_are_trained_with_fake_quantization():
     assert sqnr(lowered(X), prepared.eval()(X)) > 30
 
 
+@pytest.mark.usefixtures("operators_read_once")
 def test_onnx_has_no_operators_for_experts_and_says_so(tmp_path):
     reference, _ = quantized(experts(), X)
     with pytest.raises(UnsupportedError, match=r"intaglio\.grouped_linear\.default\): no ONNX operators"):

@@ -197,7 +197,7 @@ def test_weight_only_layers_take_any_axes_and_shared_weights(recipe, isa):
 
 @pytest.mark.parametrize(
     "isa",
-    slow_params_except(*RUNNABLE_ISAS[-2:], of=RUNNABLE_ISAS, reason="the layout is the same on every processor"),
+    slow_params_except(*RUNNABLE_ISAS[-1:], of=RUNNABLE_ISAS, reason="the layout is the same on every processor"),
 )
 def test_a_linear_layer_between_images_uses_row_major_layout(isa):
     """Of a convolution's result, whose channels lie together, along a line; what follows is a convolution again."""

@@ -32,7 +32,7 @@ from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import threads
 from support.side_by_side import SideBySide
-from support.slow_params import slow_params_except
+from support.slow_params import slow_params, slow_params_except
 
 DYNAMIC = Recipe.named("int8_dynamic")
 RECIPES = {"static": None, "dynamic": DYNAMIC}
@@ -74,6 +74,9 @@ def everywhere(lowered, *batches: tuple[torch.Tensor, ...], isas: Sequence[str] 
             for count in (1, 3):
                 with threads(count):
                     assert_bits(compiled, lowered, *batch)
+
+
+FEW_KINDS = slow_params_except("lstm", "rnn_tanh", of=RECURRENT, reason="each kind is tested with states and in cells")
 
 
 # ---- the law
@@ -187,13 +190,14 @@ def test_recurrent_layers_support_all_flags(mode, kind, isa, subtests):
 @pytest.mark.parametrize(
     "kind", slow_params_except("gru", of=RECURRENT, reason="every flag of an LSTM is tested above")
 )
-def test_hidden_sizes_that_fill_vectors_and_that_do_not(kind):
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
+def test_hidden_sizes_that_fill_vectors_and_that_do_not(kind, isa):
     torch.manual_seed(0)
     x = torch.randn(3, 4, 3)
     layers = {size: MODULES[kind](3, size, bidirectional=True, num_layers=2).eval() for size in (1, 16, 33, 80)}
     model = SideBySide({str(size): (layer, [x]) for size, layer in layers.items()})
     _, lowered = quantized(model, x, recipe=DYNAMIC)
-    everywhere(lowered, (x,), isas=RUNNABLE_ISAS)
+    everywhere(lowered, (x,), isas=[isa])
 
 
 def with_free_steps(lowered, steps: int):
@@ -212,7 +216,7 @@ def with_free_steps(lowered, steps: int):
 @pytest.mark.parametrize(
     "mode", slow_params_except("static", of=RECIPES, reason="scales made per call run with every flag above")
 )
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_steps_and_batch_are_free(mode, kind):
     torch.manual_seed(0)
     model, x = MODULES[kind](8, 12, num_layers=2, bidirectional=True, batch_first=True).eval(), torch.randn(4, 9, 8)
@@ -237,8 +241,19 @@ def test_states_may_be_given_and_be_large(kind):
     everywhere(lowered, (x, *given), (x, *turned))
 
 
-@pytest.mark.parametrize("mode", RECIPES)
-@pytest.mark.parametrize("kind", RECURRENT)
+MODES_OF_CELLS = [(kind, list(RECIPES)[place % 2]) for place, kind in enumerate(RECURRENT)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *MODES_OF_CELLS,
+        *slow_params(
+            *((kind, mode) for kind in RECURRENT for mode in RECIPES if (kind, mode) not in MODES_OF_CELLS),
+            reason="every kind runs with one recipe, and every recipe with two kinds",
+        ),
+    ],
+)
 def test_recurrent_cells_with_and_without_states_run_in_int8(mode, kind):
     """With states of their own and with zeros; their results are read by a layer."""
     torch.manual_seed(0)
@@ -258,7 +273,7 @@ def test_recurrent_cells_with_and_without_states_run_in_int8(mode, kind):
     everywhere(lowered, (x, h), (x[:1], h[:1]))
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", slow_params_except("lstm", of=RECURRENT, reason="one loop over steps for all kinds"))
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_results_depend_on_no_other_entry_of_the_batch(kind, isa):
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from intaglio.reporting.pages import page as page_module
 from intaglio.reporting.pages.view import cards
 from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed
 from support import report_models
+from support.slow_params import slow_params
 
 VOID = {"meta", "br", "input", "link", "img", "path", "rect"}
 
@@ -215,7 +216,13 @@ def test_another_report_adds_its_numbers():
 
 
 @pytest.mark.parametrize(
-    "made", [report_models.islands, report_models.parts, report_models.define_by_run], ids=lambda made: made.__name__
+    "made",
+    [
+        report_models.islands,
+        report_models.parts,
+        *slow_params(report_models.define_by_run, reason="a graph of another door, which an explanation shows, too"),
+    ],
+    ids=lambda made: made.__name__,
 )
 def test_every_kind_of_model_has_a_page(made):
     found = made().report()

@@ -29,6 +29,7 @@ from intaglio.runtime import QuantizedModel
 from intaglio.runtime.saved.members import Member, OpenFile
 from intaglio.runtime.saved.stored_arrays import stored_arrays
 from support import nets
+from support.slow_params import slow_params_except
 
 FEATURES = 512
 RECIPES = {
@@ -38,7 +39,10 @@ RECIPES = {
 }
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(
+    scope="module",
+    params=slow_params_except("int8", "int4", of=RECIPES, reason="weights of 16 bits are stored as those of 8 are"),
+)
 def saved(request, tmp_path_factory) -> tuple[Path, torch.Tensor, torch.Tensor]:
     """The file of a model with a large weight, an input and its result."""
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.tracing.copies.shared_parameters import shareable_parameters, without_writes
+from support.slow_params import slow_params
 
 
 class Block(nn.Module):
@@ -69,8 +70,21 @@ class FloatParts(nn.Module):
         return self.last(torch.igamma(x.abs() + 1, self.rate) + self.gain)
 
 
-@pytest.mark.parametrize("recipe", [None, {"type:Linear": {"quantize": False}}, {"*": {"activations": "float"}}])
-@pytest.mark.parametrize("name", ["int8", "float parts"])
+LINEAR_IN_FLOAT, WEIGHTS_ALONE = {"type:Linear": {"quantize": False}}, {"*": {"activations": "float"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("int8", None),
+        ("float parts", LINEAR_IN_FLOAT),
+        ("int8", WEIGHTS_ALONE),
+        *slow_params(
+            *(("float parts", None), ("int8", LINEAR_IN_FLOAT), ("float parts", WEIGHTS_ALONE)),
+            reason="each recipe and each model runs beside another",
+        ),
+    ],
+)
 def test_quantizing_leaves_the_model_and_depends_on_it_no_longer(name, recipe, tmp_path) -> None:
     torch.manual_seed(0)
     model = {"int8": Block, "float parts": FloatParts}[name]().eval()

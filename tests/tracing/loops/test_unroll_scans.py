@@ -139,9 +139,9 @@ def lowered_of(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Reference, Low
 @pytest.mark.parametrize(
     "name",
     slow_params_except(
-        *("cell", "two that share a weight"),
+        "cell",
         of=MODELS,
-        reason="loops over the same operators; norms and convolutions in a body run in while loops",
+        reason="loops over the same operators; a shared weight is tested below, norms and convolutions in while loops",
     ),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)

@@ -122,9 +122,9 @@ def lowered_of(name: str) -> tuple[nn.Module, Tensor, Reference, Lowered]:
 @pytest.mark.parametrize(
     "name",
     slow_params_except(
-        *("a count", "convolution and norms"),
+        "convolution and norms",
         of=MODELS,
-        reason="scans and conditions run in tests of their own; tracing them together takes seconds",
+        reason="loops around linear layers are tested below, scans and conditions in tests of their own",
     ),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)

@@ -17,6 +17,7 @@ from support.lowering import kinds, quantized
 from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
 from support.programs import assert_same_bits
+from support.slow_params import slow_params_except
 
 NODES, EDGES = 7, 12
 DRAW = torch.Generator().manual_seed(0)
@@ -85,7 +86,10 @@ def network(body) -> nn.Module:
     return randomize(Body(body, a=nn.Linear(6, 8), edge=nn.Linear(6, 8), b=nn.Linear(8, 3), weights=weights))
 
 
-@pytest.fixture(scope="module", params=NETWORKS)
+@pytest.fixture(
+    scope="module",
+    params=slow_params_except("attention", "some edges", of=NETWORKS, reason="other sums over the same rows"),
+)
 def models(request):
     model = network(NETWORKS[request.param])
     return model, *quantized(model, X, ENDS, recipe=TRANSFORMER)
@@ -104,7 +108,10 @@ def test_networks_of_graphs_are_one_program(isa, models):
     assert (lowered(X, ENDS) - exact).square().sum() < 1e-2 * exact.square().sum()
 
 
-@pytest.fixture(scope="module", params=NETWORKS)
+@pytest.fixture(
+    scope="module",
+    params=slow_params_except("convolution", "weights of edges", of=NETWORKS, reason="as programs they run always"),
+)
 def rewritten(request):
     """The graph of a model, and the same with all rows."""
     captured = stages.capture(network(NETWORKS[request.param]), (X, ENDS))
