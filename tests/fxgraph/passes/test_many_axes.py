@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -32,7 +32,6 @@ KINDS = st.sampled_from([(True, True), (True, False), (False, True)])
 """Which of two operands has all elements of an axis."""
 
 
-@settings(max_examples=settings.default.max_examples // 3)
 @given(st.lists(st.tuples(KINDS, st.integers(1, 2)), min_size=7, max_size=9), st.data())
 def test_merged_axes_compute_the_same(axes, data):
     shapes = [[size if kind[side] else 1 for kind, size in axes] for side in (0, 1)]
