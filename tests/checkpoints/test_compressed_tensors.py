@@ -68,13 +68,19 @@ def test_static_int8_layers_are_calibrated(tmp_path):
     exact = write_folder(tmp_path, small_llama(), compressed_int8(static=True), settings)
     with pytest.raises(InputError, match="the activations of its layers are calibrated, which needs data"):
         intaglio.from_checkpoint(tmp_path)
-    model = intaglio.from_checkpoint(tmp_path, batches())
+    model = intaglio.from_checkpoint(tmp_path, batches(1))
     checkpoint = stages.read_checkpoint(tmp_path)
     assert checkpoint.notes == ("the scales of static activations are calibrated again",)
     graph = model.programs["decoder"].graph
     held = graph.constants["model_layers_0_mlp_down_proj_weight"]
     np.testing.assert_array_equal(held, checkpoint.weights["model.layers.0.mlp.down_proj"].quantized.numpy())
     assert decibels(logits(model), logits(exact)) > 20
+
+
+@pytest.mark.slow(reason="compiles another model; layers with scales per token are compared above")
+def test_static_int8_layers_may_be_computed_with_scales_per_token(tmp_path):
+    settings = compressed_settings(8, activations="static")
+    exact = write_folder(tmp_path, small_llama(), compressed_int8(static=True), settings)
     dynamic = intaglio.from_checkpoint(tmp_path, recipe="int8_dynamic")
     assert decibels(logits(dynamic), logits(exact)) > 20
 

@@ -1,8 +1,12 @@
 """Folders of checkpoints that are incomplete, damaged, of other formats or of other models, and what helps."""
 
+import functools
 import json
+import logging
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -203,15 +207,35 @@ def test_tensors_of_another_model_are_errors_that_name_them(folder):
             intaglio.from_checkpoint(folder)
 
 
-def test_a_class_of_ones_own_is_passed(folder):
+@functools.cache
+def own_model():
+    """Return a class, the model of it that a folder with another tensor and settings for generation gives, and what was
+    logged. The folder without its class is refused."""
+
     class Own(library().LlamaForCausalLM):
         pass
 
-    entries = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(entries | {"architectures": ["Own"]}))
-    with pytest.raises(ArtifactError, match="pass model_class= if it is a class of yours"):
-        intaglio.from_checkpoint(folder)
-    assert isinstance(intaglio.from_checkpoint(folder, model_class=Own), Own)
+    records, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_folder(folder, small_llama(), compressed_packed(4, 32), compressed_settings(4, 32))
+        rewrite(folder, model__extra=torch.zeros(3))
+        (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "eos_token_id": 95}))
+        write_config(folder, small_llama(), compressed_settings(4, 32))
+        entries = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(entries | {"architectures": ["Own"]}))
+        with pytest.raises(ArtifactError, match="pass model_class= if it is a class of yours"):
+            intaglio.from_checkpoint(folder)
+        logging.getLogger("intaglio").addHandler(handler)
+        model = intaglio.from_checkpoint(folder, model_class=Own)
+        logging.getLogger("intaglio").removeHandler(handler)
+    return Own, model, "\n".join(record.getMessage() for record in records)
+
+
+def test_a_class_of_ones_own_is_passed():
+    kind, model, _ = own_model()
+    assert isinstance(model, kind)
 
 
 def test_models_that_take_more_than_tokens_need_data(tmp_path):
@@ -229,22 +253,23 @@ def test_models_that_take_more_than_tokens_need_data(tmp_path):
         intaglio.from_checkpoint(tmp_path / "bart")
 
 
-def test_a_checkpoint_of_static_scales_takes_data(tmp_path):
+def test_a_checkpoint_of_static_scales_asks_for_data(tmp_path):
     write_folder(tmp_path, small_llama(), compressed_int8(static=True), compressed_settings(8, activations="static"))
     with pytest.raises(InputError, match=r"needs data[^\n]*\n *remedy: pass data: from_checkpoint"):
         intaglio.from_checkpoint(tmp_path)
+
+
+@pytest.mark.slow(reason="calibrates and compiles a model, whose results test_compressed_tensors.py compares")
+def test_a_checkpoint_of_static_scales_takes_data(tmp_path):
+    write_folder(tmp_path, small_llama(), compressed_int8(static=True), compressed_settings(8, activations="static"))
     intaglio.from_checkpoint(tmp_path, batches(1), progress=False)
 
 
-def test_tensors_that_the_model_does_not_use_are_warned_about(folder, caplog):
-    rewrite(folder, model__extra=torch.zeros(3))
-    intaglio.from_checkpoint(folder)
-    assert "LlamaForCausalLM does not use the tensors model.extra" in caplog.text
+def test_tensors_that_the_model_does_not_use_are_warned_about():
+    assert "Own does not use the tensors model.extra" in own_model()[2]
 
 
-def test_generation_settings_of_the_folder_are_kept(folder):
-    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "eos_token_id": 95}))
-    write_config(folder, small_llama(), compressed_settings(4, 32))
-    model = intaglio.from_checkpoint(folder)
+def test_generation_settings_of_the_folder_are_kept():
+    model = own_model()[1]
     assert model.generation_config.max_new_tokens == 3
     assert not hasattr(model.config, "quantization_config")

@@ -1,5 +1,6 @@
 """Models in GGUF files: weights to the bit, names, logits, `generate`, and what is refused."""
 
+import functools
 import logging
 
 import numpy as np
@@ -13,6 +14,7 @@ from intaglio.errors import ArtifactError, UnsupportedError
 from support.checkpoint_checks import assert_generates, batches, decibels, logits
 from support.checkpoint_files import library, small_llama
 from support.gguf_files import TYPES, WRITERS, Tensor, gguf_bytes, write_model
+from support.slow_params import slow_params
 
 pytestmark = pytest.mark.usefixtures("without_avx512")
 
@@ -28,6 +30,11 @@ MODELS = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM", {"": "Q8_0", "lm_head": "F16"}, {}),
     "qwen3": ("qwen3", "Qwen3ForCausalLM", {"": "Q4_0", "embed_tokens": "F32"}, {"head_dim": 32}),
 }
+
+
+@pytest.fixture(scope="module")
+def file_with_more_tensors(tmp_path_factory):
+    return tmp_path_factory.mktemp("gguf") / "model.gguf"
 
 
 def written(path, form, **metadata):
@@ -51,7 +58,16 @@ def test_weights_have_the_names_and_values_of_the_model(form, tmp_path):
         assert torch.equal(tensor, named[name]), name
 
 
-@pytest.mark.parametrize("form", ["llama, Q4_0", "llama, Q5_K", "llama, one table", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "qwen3",
+        *slow_params(
+            *("llama, Q4_0", "llama, Q5_K", "llama, one table", "qwen2"),
+            reason="each compiles a model; the weights and names of all forms are compared above",
+        ),
+    ],
+)
 def test_a_model_has_the_logits_of_the_float_model(form, tmp_path):
     exact = written(tmp_path / "model.gguf", form)
     model = intaglio.from_checkpoint(tmp_path / "model.gguf")
@@ -78,18 +94,31 @@ def test_a_recipe_rounds_groups_again(tmp_path):
     assert decibels(logits(model), logits(exact)) > 15
 
 
-def test_factors_of_rotary_frequencies_are_kept(tmp_path):
-    """Files of Llama 3.1 and later have what the configuration of `transformers` computes."""
+@functools.cache
+def with_more_tensors(path):
+    """Write a file with factors of rotary frequencies and a tensor that is not known; return the model that it is
+    made of, the float model and the int8 model of what it holds, and what was logged."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 32
     model = small_llama(rope_scaling=scaling | {"rope_theta": 10000.0})
     own, plain = model.model.rotary_emb.inv_freq, small_llama().model.rotary_emb.inv_freq
     factors = WRITERS["F32"]((plain / own).numpy())
     assert factors.values.max() > 2
-    exact = write_model(tmp_path / "model.gguf", model, {"": "Q8_0"}, extra={"rope_freqs.weight": factors})
-    found = stages.read_checkpoint(tmp_path / "model.gguf").tensors["model.rotary_emb.inv_freq"]
-    torch.testing.assert_close(found, own, rtol=3e-7, atol=0)
-    int8 = intaglio.from_checkpoint(tmp_path / "model.gguf")
+    extra = {"rope_freqs.weight": factors, "blk.0.attn_rot_embd": WRITERS["F32"](np.zeros(8, np.float32))}
+    exact = write_model(path, model, {"": "Q8_0"}, extra=extra)
+    records, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    logging.getLogger("intaglio").addHandler(handler)
+    int8 = intaglio.from_checkpoint(path)
+    logging.getLogger("intaglio").removeHandler(handler)
+    return model, exact, int8, "\n".join(record.getMessage() for record in records)
+
+
+def test_factors_of_rotary_frequencies_are_kept(file_with_more_tensors, tmp_path):
+    """Files of Llama 3.1 and later have what the configuration of `transformers` computes."""
+    model, exact, int8, _ = with_more_tensors(file_with_more_tensors)
+    found = stages.read_checkpoint(file_with_more_tensors).tensors["model.rotary_emb.inv_freq"]
+    torch.testing.assert_close(found, model.model.rotary_emb.inv_freq, rtol=3e-7, atol=0)
     assert decibels(logits(int8), logits(exact)) > 100
     assert_generates(int8, exact, tmp_path / "saved")
     for values, problem in ((np.zeros(8), "positive factors"), (np.ones(7), r"8 positive factors, but is \[7\]")):
@@ -152,9 +181,6 @@ def test_two_tensors_of_a_name_are_an_error(tmp_path):
         stages.read_checkpoint(tmp_path / "model.gguf")
 
 
-def test_tensors_that_are_not_known_are_warned_about(tmp_path, caplog):
-    extra = {"blk.0.attn_rot_embd": WRITERS["F32"](np.zeros(8, np.float32))}
-    write_model(tmp_path / "model.gguf", small_llama(), {"": "Q8_0"}, extra=extra)
-    with caplog.at_level(logging.WARNING):
-        intaglio.from_checkpoint(tmp_path / "model.gguf")
-    assert "LlamaForCausalLM does not use the tensors blk.0.attn_rot_embd" in caplog.text
+def test_tensors_that_are_not_known_are_warned_about(file_with_more_tensors):
+    logged = with_more_tensors(file_with_more_tensors)[3]
+    assert "LlamaForCausalLM does not use the tensors blk.0.attn_rot_embd" in logged

@@ -1,5 +1,9 @@
 """Checkpoints of GPTQ and AWQ: weights to the bit, logits, `generate`, files, and what is refused."""
 
+import functools
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,6 +20,7 @@ from support.checkpoint_files import (
     small_llama,
     write_folder,
 )
+from support.slow_params import slow_params
 
 pytestmark = pytest.mark.usefixtures("without_avx512")
 
@@ -52,22 +57,29 @@ def test_awq_weights_have_the_values_of_their_definition(version, group, tmp_pat
     assert_weights(checkpoint, exact)
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_gptq_model_generates(in_order, tmp_path):
+@functools.cache
+def gptq_model(in_order):
+    """Return the float model and the model of a checkpoint whose groups hold neighbours or inputs in another order."""
     writer = gptq_words(4, 32, in_order=in_order)
-    exact = write_folder(tmp_path / "gptq", small_llama(), writer, gptq_settings(4, 32, desc_act=not in_order))
-    model = intaglio.from_checkpoint(tmp_path / "gptq")
+    with tempfile.TemporaryDirectory() as folder:
+        exact = write_folder(Path(folder), small_llama(), writer, gptq_settings(4, 32, desc_act=not in_order))
+        return exact, intaglio.from_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "in_order", [False, *slow_params(True, reason="compressed-tensors has the same test with groups of neighbours")]
+)
+def test_a_gptq_model_generates(in_order, tmp_path):
+    exact, model = gptq_model(in_order)
     graph = model.programs["decoder"].graph
     assert {op.kind for op in graph.ops} >= {"linear_groups_f32"}
     assert decibels(logits(model), logits(exact)) > 100
     assert_generates(model, exact, tmp_path / "saved")
 
 
-def test_layers_that_share_the_order_of_their_inputs_share_a_gather(tmp_path):
+def test_layers_that_share_the_order_of_their_inputs_share_a_gather():
     """The order of the test depends on the number of inputs, as query, key and value have the same."""
-    writer = gptq_words(4, 32, in_order=False)
-    write_folder(tmp_path, small_llama(), writer, gptq_settings(4, 32, desc_act=True))
-    graph = intaglio.from_checkpoint(tmp_path).programs["decoder"].graph
+    graph = gptq_model(False)[1].programs["decoder"].graph
     layers = [op for op in graph.ops if op.kind == "linear_groups_f32"]
     gathered = {op.inputs[0] for op in layers}
     assert len(layers) == 7
