@@ -11,9 +11,15 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import intaglio
 from intaglio.errors import InputError
 from support.generators import END, MODELS, batch, calibration, float_model, generated, quantized
+from support.slow_params import slow_params
 
 WINDOW = 6
-KINDS = [("mistral", "float"), ("gemma3", "float"), ("gemma3", "int8")]
+KINDS = [
+    ("mistral", "float"),
+    *slow_params(("gemma3", "float"), reason="windows hold float32 in the first model, and gemma3 has them with int8"),
+    ("gemma3", "int8"),
+]
+PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
@@ -75,7 +81,7 @@ def test_generated_tokens_are_those_with_all_tokens_in_the_cache(name, kind, set
 
 
 def test_a_plain_cache_keeps_all_tokens():
-    model, ids = quantized("gemma3")[1], tokens(20)
+    model, ids = quantized("gemma3", "int8")[1], tokens(20)
     cache = DynamicCache()
     for end in range(1, 16):
         logits, cache = call(model, ids[:, end - 1 : end], cache)
@@ -88,7 +94,7 @@ def test_a_plain_cache_keeps_all_tokens():
 
 
 def test_memory_of_a_window_does_not_grow():
-    model, ids = quantized("gemma3")[1], tokens(400)
+    model, ids = quantized("gemma3", "int8")[1], tokens(400)
     _, cache = call(model, ids[:, :1])
     sizes = set()
     for end in range(2, 401):
@@ -99,7 +105,7 @@ def test_memory_of_a_window_does_not_grow():
 
 @pytest.mark.parametrize("length", [4, 15])
 def test_copies_and_reordered_caches_go_on_with_their_own_tokens(length):
-    model, ids, end = quantized("gemma3")[1], tokens(length), tokens(3, 1)
+    model, ids, end = quantized("gemma3", "int8")[1], tokens(length), tokens(3, 1)
     _, cache = call(model, ids[:, :-1])
     _, cache = call(model, ids[:, -1:], cache)
     other, layers = copy.deepcopy(cache), copy.copy(cache)
@@ -113,7 +119,7 @@ def test_copies_and_reordered_caches_go_on_with_their_own_tokens(length):
 
 
 def test_a_cache_can_be_cut_before_the_window_is_full():
-    model, ids, end = quantized("gemma3")[1], tokens(5), tokens(1, 1)
+    model, ids, end = quantized("gemma3", "int8")[1], tokens(5), tokens(1, 1)
     _, cache = call(model, ids[:, :4])
     _, cache = call(model, ids[:, 4:], cache)
     cache.crop(-2)
@@ -124,7 +130,7 @@ def test_a_cache_can_be_cut_before_the_window_is_full():
 
 
 def test_a_cache_with_shorter_windows_is_refused():
-    model, ids = quantized("gemma3")[1], tokens(12)
+    model, ids = quantized("gemma3", "int8")[1], tokens(12)
     cache = DynamicCache(config=float_model("gemma3", sliding_window=4).config)
     _, cache = call(model, ids[:, :8], cache)
     assert isinstance(cache.layers[0], DynamicSlidingWindowLayer)
@@ -143,14 +149,15 @@ def test_saved_models_have_windows_too(tmp_path):
 
 def test_programs_of_earlier_releases_read_all_tokens(monkeypatch):
     """These have one number of earlier tokens for all layers."""
-    source = float_model("gemma3")
+    layers = ["sliding_attention", "full_attention"]
+    source = float_model("gemma3", num_hidden_layers=2, layer_types=layers)
     from intaglio.integrations.transformers import cached_steps, decoder_cache
 
     with monkeypatch.context() as context:
         for module in (cached_steps, decoder_cache):
             context.setattr(module, "windows_of", lambda config: {})
-        model = intaglio.quantize(source, calibration("gemma3"), progress=False)
+        model = intaglio.quantize(source, calibration("gemma3")[:1], recipe=PLAIN, progress=False)
     ids, cache = tokens(20), DynamicCache(config=model.config)
     logits = [call(model, ids[:, end - 1 : end], cache)[0] for end in range(1, 21)]
-    assert [layer.keys.shape[2] for layer in cache.layers] == [20, 20, 20]
+    assert [layer.keys.shape[2] for layer in cache.layers] == [20, 20]
     assert torch.equal(torch.cat(logits, 1), call(model, ids)[0])
