@@ -7,13 +7,23 @@ import pytest
 import torch
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import InputError
+from intaglio.mixed_precision import search_start
 from intaglio.mixed_precision.metric import Metric
 from intaglio.mixed_precision.objective import Objective
 from support.layered import LAYERED_INPUT as X
 from support.layered import layered_network, layers_in_float
 
-BY_SIZE = {"minimize": "size", "candidates": {"float": None}, "progress": False, "relative": False}
+UNCORRECTED = stages.Quantizer(intaglio.Recipe.of({"*": {"equalize": 0.0, "rounding": "nearest"}}))
+BY_SIZE = {"minimize": "size", "candidates": {"float": None}, "quantizer": UNCORRECTED, "progress": False}
+BY_SIZE["relative"] = False
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch):
+    """Chosen models are timed beside the float model in a test of searches, not here."""
+    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)
 
 
 def hits(wrong, samples=100):

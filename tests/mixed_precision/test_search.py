@@ -14,11 +14,23 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.errors import InputError
-from intaglio.mixed_precision import search_run
+from intaglio.mixed_precision import search_run, search_start
 from support.layered import LAYERED_INPUT as X
 from support.layered import LAYERS, WIDTH, layered_network, layers_in_float
 
-BY_SIZE = {"minimize": "size", "candidates": {"float": None}, "progress": False}
+PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
+"""What is searched does not depend on corrections."""
+UNCORRECTED = stages.Quantizer(intaglio.Recipe.of(PLAIN))
+BY_SIZE = {"minimize": "size", "candidates": {"float": None}, "quantizer": UNCORRECTED, "progress": False}
+
+
+MEASURE_SPEED = search_start.measure_speed
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch):
+    """Chosen models are timed beside the float model in the test of that alone: it takes a second or two."""
+    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)
 
 
 def needs(*names):
@@ -45,7 +57,8 @@ def test_a_first_int8_model_that_keeps_the_metric_takes_two_evaluations():
     assert torch.equal(found.model(X), intaglio.quantize(layered_network(), [X])(X))
 
 
-def test_the_chosen_model_is_timed_beside_the_float_model():
+def test_the_chosen_model_is_timed_beside_the_float_model(monkeypatch):
+    monkeypatch.setattr(search_start, "measure_speed", MEASURE_SPEED)
     found = intaglio.search(layered_network(), [X], needs("a"), **BY_SIZE)
     assert found.measured is found.model.measured
     assert found.measured.operators
@@ -92,8 +105,8 @@ def test_the_same_search_by_size_gives_the_same_result_twice():
 
 
 def test_operators_a_user_leaves_in_float_stay_in_float_in_a_search():
-    leaving_c = stages.Quantizer(intaglio.Recipe.of({"c": None}))
-    found = intaglio.search(layered_network(), [X], needs("a"), quantizer=leaving_c, **BY_SIZE)
+    leaving_c = stages.Quantizer(intaglio.Recipe.of({**PLAIN, "c": None}))
+    found = intaglio.search(layered_network(), [X], needs("a"), **{**BY_SIZE, "quantizer": leaving_c})
     assert layers_in_float(found.model) == {"a", "c"}
     assert found.changes.keys() & {*LAYERS} == {"a"}
 
@@ -116,7 +129,9 @@ def test_the_metric_is_as_high_as_a_size_allows():
     model = layered_network()
     sizes = [trial.size_mb for trial in intaglio.search(model, [X], needs("a"), **BY_SIZE).trials]
     limit = max(sizes)
-    found = intaglio.search(model, [X], lambda m: -relative_error(m, model), max_size=limit, progress=False)
+    found = intaglio.search(
+        model, [X], lambda m: -relative_error(m, model), max_size=limit, quantizer=UNCORRECTED, progress=False
+    )
     assert found.reached
     assert found.chosen.size_mb <= limit
     assert found.chosen.metric > found.trials[0].metric
@@ -137,7 +152,7 @@ def test_a_latency_limit_is_kept_by_the_measured_time(monkeypatch):
     """Times are given, so that the test does not measure: each layer in float takes one millisecond more."""
     model = layered_network()
     monkeypatch.setattr(search_run, "relative_ms", lambda base, m, call, ms: 1.0 + len(layers_in_float(m)))
-    options = {"candidates": {"float": None}, "progress": False, "max_drop": None}
+    options = {"candidates": {"float": None}, "quantizer": UNCORRECTED, "progress": False, "max_drop": None}
     found = intaglio.search(model, [X], lambda m: -relative_error(m, model), max_latency=3.0, **options)
     assert found.reached
     assert found.chosen.latency_ms <= 3.0
@@ -146,7 +161,9 @@ def test_a_latency_limit_is_kept_by_the_measured_time(monkeypatch):
 
 def test_a_size_that_no_model_has_gives_the_smallest_and_a_warning():
     with pytest.warns(UserWarning, match="no trial keeps the limits"):
-        found = intaglio.search(layered_network(), [X], lambda m: 1.0, max_size=1e-6, progress=False)
+        found = intaglio.search(
+            layered_network(), [X], lambda m: 1.0, max_size=1e-6, quantizer=UNCORRECTED, progress=False
+        )
     assert not found.reached
     assert found.chosen.size_mb == min(trial.size_mb for trial in found.trials)
 

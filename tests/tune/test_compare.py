@@ -1,5 +1,6 @@
 """Which layer loses the accuracy, and that the answer can be trusted."""
 
+import functools
 import io
 import json
 import math
@@ -23,6 +24,9 @@ from support import nets
 from support.int8_models import compiled
 from support.lowering import captured_net, lowered, quantized, sqnr
 from support.nets import Body
+from support.slow_params import slow_params
+
+PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
 
 X = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1))
 
@@ -50,13 +54,26 @@ def test_a_bad_layer_is_found_as_the_worst():
     assert report.worst.alone > worst.alone + 10
 
 
-@pytest.mark.parametrize("free", [{0: "n", 2: "h", 3: "w"}, {0: "n", 2: "h"}, {2: "h"}, {}], ids=str)
+@functools.cache
+def compared_with_automatic_sizes() -> Comparison:
+    model = nets.randomize(nets.Residual())
+    return intaglio.compare(model, intaglio.quantize(model, [X], recipe=PLAIN, progress=False), [X])
+
+
+@pytest.mark.parametrize(
+    "free",
+    [
+        {0: "n", 2: "h", 3: "w"},
+        *slow_params({0: "n", 2: "h"}, {2: "h"}, reason="some of the sizes that are all dynamic above"),
+        {},
+    ],
+    ids=str,
+)
 def test_operators_are_compared_whatever_sizes_are_dynamic(free):
     """The float model was captured with the automatic choice of sizes, so its graph was another one."""
     model, shapes = nets.randomize(nets.Residual()), {axis: Dim(name, min=8) for axis, name in free.items()}
-    int8 = intaglio.quantize(model, [X], dynamic_shapes=(shapes,), progress=False)
-    expected = intaglio.compare(model, intaglio.quantize(model, [X], progress=False), [X])
-    assert intaglio.compare(model, int8, [X]).rows == expected.rows
+    int8 = intaglio.quantize(model, [X], recipe=PLAIN, dynamic_shapes=(shapes,), progress=False)
+    assert intaglio.compare(model, int8, [X]).rows == compared_with_automatic_sizes().rows
 
 
 @pytest.mark.case("problem 36")
@@ -167,7 +184,7 @@ def test_the_comparison_table_begins_with_the_result_and_the_worst_operator():
 
 
 @pytest.mark.case("problem 38")
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("saved", [*slow_params(False, reason="a loaded model is compared in the same way"), True])
 def test_an_int8_model_is_compared_operator_by_operator(saved, tmp_path):
     """Problem 38: from the float model and the parameters that the int8 model keeps, in memory or in a file."""
     exact = nets.randomize(nets.Residual())
