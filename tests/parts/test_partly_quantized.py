@@ -11,6 +11,8 @@ import intaglio
 from intaglio.errors import ArtifactError, CaptureError, InputError, SelectorError
 from support.partial_models import Detector, Routed
 
+PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
+
 
 def images(count: int, height: int = 30, width: int = 40) -> list[Tensor]:
     return list(torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(count)))
@@ -42,6 +44,11 @@ def routed_data():
     return [torch.randn(4, 3, 12, 12) + shift for shift in (0.2, -0.2, 0.3, -0.3)]
 
 
+@pytest.fixture(scope="module")
+def routed_int8(routed, routed_data):
+    return intaglio.quantize(routed, routed_data, progress=False)
+
+
 def test_the_largest_parts_of_a_detector_are_found(int8):
     assert isinstance(int8, intaglio.PartlyQuantizedModel)
     assert list(int8.parts) == ["backbone", "head", "refine"]
@@ -70,24 +77,22 @@ def test_batches_may_be_lists_of_images_or_pairs_with_labels(detector, int8, for
     torch.testing.assert_close(found(images(2))[0], int8(images(2))[0], rtol=0, atol=0)
 
 
-def test_both_sides_of_a_branch_are_quantized(routed, routed_data):
-    int8 = intaglio.quantize(routed, routed_data, progress=False)
-    assert list(int8.parts) == ["backbone", "bright", "dark"]
+def test_both_sides_of_a_branch_are_quantized(routed, routed_int8, routed_data):
+    assert list(routed_int8.parts) == ["backbone", "bright", "dark"]
     for x in routed_data:
-        assert (int8(x) - routed(x)).abs().max() < 0.05 * routed(x).abs().max()
+        assert (routed_int8(x) - routed(x)).abs().max() < 0.05 * routed(x).abs().max()
 
 
 def test_a_part_that_no_batch_calls_stays_in_float_with_the_reason(routed, routed_data):
-    int8 = intaglio.quantize(routed, routed_data[::2], progress=False)
+    int8 = intaglio.quantize(routed, routed_data[::2], recipe=PLAIN, progress=False)
     assert list(int8.parts) == ["backbone", "bright"]
     (left,) = int8.coverage.floats
     assert (left.path, left.reason) == ("dark", "no batch calls it with tensors")
     assert torch.equal(int8.dark.weight, routed.dark.weight)
 
 
-def test_the_report_says_why_the_whole_model_is_not_int8(routed, routed_data):
-    whole = intaglio.quantize(routed, routed_data, progress=False).coverage
-    (note,) = [note for note in whole.notes if note.startswith("the whole model cannot be captured: ")]
+def test_the_report_says_why_the_whole_model_is_not_int8(routed_int8):
+    (note,) = [note for note in routed_int8.coverage.notes if note.startswith("the whole model cannot be captured: ")]
     assert "data-dependent" in note
 
 
@@ -97,7 +102,7 @@ def test_strict_refuses_parts(routed, routed_data):
 
 
 def test_selectors_name_modules_of_the_whole_model(routed, routed_data):
-    int8 = intaglio.quantize(routed, routed_data, skip=["backbone.2"], progress=False)
+    int8 = intaglio.quantize(routed, routed_data, recipe=PLAIN, skip=["backbone.2"], progress=False)
     assert [part.path for part in int8.coverage.floats] == ["backbone.2"]
     assert 0.2 < int8.coverage.macs < 0.4
 
@@ -226,7 +231,7 @@ def test_another_weight_of_a_part_gives_another_fingerprint(routed, routed_data)
         with torch.no_grad():
             model = copy.deepcopy(routed)
             next(iter(model.parameters())).add_(change)
-        found.add(intaglio.quantize(model, routed_data, progress=False).fingerprint())
+        found.add(intaglio.quantize(model, routed_data, recipe=PLAIN, progress=False).fingerprint())
     assert len(found) == 2
 
 
@@ -264,7 +269,7 @@ def test_parts_are_compared_on_batches_of_any_form(detector, int8, form):
 
 
 def test_parts_are_compared_on_dictionaries(routed, routed_data):
-    int8 = intaglio.quantize(routed, [{"x": batch} for batch in routed_data], progress=False)
+    int8 = intaglio.quantize(routed, [{"x": batch} for batch in routed_data], recipe=PLAIN, progress=False)
     assert set(int8.compare(routed, [{"x": batch} for batch in routed_data])) == set(int8.parts)
 
 
@@ -332,7 +337,7 @@ class Strided(Detector):
 def test_maps_of_one_pixel_in_the_batches_do_not_limit_the_size_of_images():
     torch.manual_seed(0)
     model = Strided().eval()
-    int8 = intaglio.quantize(model, batches((32, 32)), progress=False)
+    int8 = intaglio.quantize(model, batches((32, 32)), recipe=PLAIN, progress=False)
     assert list(int8.parts) == ["backbone", "head", "refine"]
     for size in ((32, 32), (64, 40), (16, 96)):
         with torch.no_grad():
@@ -352,14 +357,14 @@ def test_runs_of_the_float_model_do_not_grow_with_the_number_of_parts(monkeypatc
     def runs(limit: int) -> int:
         monkeypatch.setattr(importlib.import_module("intaglio.parts.find_parts"), "MOST_BYTES", limit)
         Counted.runs = 0
-        intaglio.quantize(Counted().eval(), batches(), progress=False)
+        intaglio.quantize(Counted().eval(), batches(), recipe=PLAIN, progress=False)
         return Counted.runs
 
     assert runs(10**6) + 2 * len(batches()) == runs(1)
 
 
 def test_values_outside_of_their_ranges_are_reported_for_all_parts(routed, routed_data, caplog, tmp_path):
-    model = intaglio.quantize(routed, routed_data, progress=False)
+    model = intaglio.quantize(routed, routed_data, recipe=PLAIN, progress=False)
     model(routed_data[0])
     assert not model.clipping.values
     model(20 * routed_data[0])

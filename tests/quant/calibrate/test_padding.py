@@ -15,6 +15,7 @@ from intaglio.fxgraph.padding_masks import PaddedAxes, visible_channels, visible
 from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.stages import Prepared, Quantizer, calibrate, capture, convert, correct, equalize, prepare
+from support.slow_params import slow_params
 
 LENGTHS = 3 * (7, 3, 5, 3, 6, 7, 2, 4, 7, 7, 5, 3, 6, 7, 2, 4, 5, 6)
 
@@ -104,8 +105,18 @@ def test_statistics_are_those_of_samples_without_padding(kind):
         assert replace(together.statistics[name], **joined) == replace(statistics, **joined), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bias", ["none", "weights", "outputs"])
+@pytest.mark.parametrize(
+    ("bias", "kind"),
+    [
+        *(("outputs", kind) for kind in KINDS),
+        ("weights", WithAttentionMask),
+        *slow_params(
+            *(("none", kind) for kind in KINDS),
+            *(("weights", kind) for kind in KINDS[1:]),
+            reason="each fits a model twice; the quick ones have every mask and every correction",
+        ),
+    ],
+)
 def test_corrections_are_those_of_samples_without_padding(kind, bias):
     recipe = Recipe.of({"*": {"bias": bias, "rounding": "gptq"}})
     other, own = corrected(kind, 0.0, True, recipe), corrected(kind, 1000.0, False, recipe)

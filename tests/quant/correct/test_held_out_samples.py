@@ -12,6 +12,7 @@ import intaglio
 from intaglio import Recipe, stages
 from intaglio.quant.correct import correct_weights
 from support.lowering import sqnr
+from support.slow_params import slow_params_except
 
 SAMPLES = (1, 4, 16, 64, 256, 1024)
 PLAIN = {"equalize": 0.0, "rounding": "nearest"}
@@ -71,7 +72,12 @@ def losses(network: str, correction: str) -> list[float]:
     return [a - b for a, b in zip(decibels(network, None), decibels(network, correction), strict=True)]
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
+DEFAULT_ALONE = slow_params_except(
+    "both", of=CORRECTIONS, reason="both corrections are the default, and each fits three models more"
+)
+
+
+@pytest.mark.parametrize("correction", DEFAULT_ALONE)
 def test_corrections_cost_at_most_a_fifth_of_a_decibel_on_average(correction):
     """Equalization cost 9 dB of the perceptron on average over the numbers of samples, and 22 dB with four."""
     every = [loss for network in NETWORKS for loss in losses(network, correction)]
@@ -79,7 +85,7 @@ def test_corrections_cost_at_most_a_fifth_of_a_decibel_on_average(correction):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("correction", DEFAULT_ALONE)
 def test_no_number_of_samples_costs_more_than_a_decibel(network, correction):
     assert max(losses(network, correction)) <= 1
 

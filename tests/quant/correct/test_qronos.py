@@ -21,6 +21,7 @@ from intaglio.quant.correct.weight_blocks import by_group
 from intaglio.quant.correct.weight_rounding import nearest, qronos
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
+from support.slow_params import slow_params
 
 
 @st.composite
@@ -151,7 +152,9 @@ def quantized(model: nn.Module, data: list[Tensor], **settings: object) -> intag
     return intaglio.quantize(model, data, recipe=recipe, progress=False)
 
 
-@pytest.mark.parametrize("activations", ["static", "token"])
+@pytest.mark.parametrize(
+    "activations", ["static", *slow_params("token", reason="quantizes twice more; its bits are below")]
+)
 def test_layers_correct_the_errors_of_layers_in_front_of_them(activations):
     model, data, unseen = deep(), [mixed(256, seed) for seed in range(4)], mixed(500, 99)
     noise = []
@@ -162,7 +165,9 @@ def test_layers_correct_the_errors_of_layers_in_front_of_them(activations):
     assert noise[1] < 0.9 * noise[0]
 
 
-@pytest.mark.parametrize("activations", ["static", "token"])
+@pytest.mark.parametrize(
+    "activations", [*slow_params("static", reason="quantizes twice more; its gain is above"), "token"]
+)
 def test_the_bits_do_not_depend_on_how_data_is_divided(activations):
     model, whole = deep(), mixed(96, 1)
     found = [quantized(model, list(whole.split(size)), activations=activations) for size in (96, 16)]

@@ -1,5 +1,6 @@
 """Weights that are rounded to nearest without a look at data."""
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from intaglio import Recipe, stages
 from intaglio.quant.correct import correct_weights, effort, weight_blocks
 from intaglio.quant.recipes.choices import Effort
 from intaglio.quant.recipes.recipe import Setting
+from support.slow_params import slow_params
 
 MIXING = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
 BATCHES = [torch.randn(32, 6, generator=torch.Generator().manual_seed(i)) @ MIXING for i in range(2)]
@@ -81,8 +83,19 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("rounding", ["gptq", "qronos", "nearest"])
-@pytest.mark.parametrize("weights", SETTINGS)
+QUICK = [("channel", "gptq"), ("tensor", "nearest"), ("s4", "qronos"), ("s4 in groups", "gptq")]
+
+
+@pytest.mark.parametrize(
+    ("weights", "rounding"),
+    [
+        *QUICK,
+        *slow_params(
+            *(pair for pair in itertools.product(SETTINGS, ("gptq", "qronos", "nearest")) if pair not in QUICK),
+            reason="the same kinds of weights and of rounding in other pairs",
+        ),
+    ],
+)
 def test_large_weights_are_rounded_in_blocks_as_in_one(monkeypatch, rounding, weights):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 40), nn.GELU(), nn.Linear(40, 2)).eval()

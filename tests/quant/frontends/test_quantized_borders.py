@@ -12,6 +12,7 @@ import intaglio
 from intaglio import stages
 from intaglio.backends.inductor.inductor_graph import graph_for_inductor
 from support.exported_c import exported
+from support.slow_params import slow_params
 
 OPS = torch.ops.quantized_decomposed
 U8, U8_AFTER = (0.1, 100, 0, 255, torch.uint8), (0.05, 3, 0, 255, torch.uint8)
@@ -163,8 +164,20 @@ PER_CHANNEL = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
-@pytest.mark.parametrize("case", PER_CHANNEL)
+SIGNED = ("to float", "from float", "between integers")
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.uint8) for case in PER_CHANNEL),
+        *((case, torch.int8) for case in SIGNED),
+        *slow_params(
+            *((case, torch.int8) for case in PER_CHANNEL if case not in SIGNED),
+            reason="signed integers at borders that the cases above have with other operators, or unsigned",
+        ),
+    ],
+)
 def test_a_scale_per_channel_at_the_border_needs_no_island(case, dtype, tmp_path):
     class Border(nn.Module):
         def forward(self, q, x):

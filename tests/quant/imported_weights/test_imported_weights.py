@@ -12,8 +12,10 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import Recipe, Setting, annotation, stages
 from intaglio.errors import InputError
+from intaglio.mixed_precision import search_start
 from intaglio.numerics import float_math
 from support.nets import Body, randomize
+from support.slow_params import slow_params
 
 DATA = [torch.randn(16, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 pytestmark = pytest.mark.usefixtures("without_avx512")
@@ -81,7 +83,9 @@ def test_copies_share_integers_and_steps():
     assert torch.equal(again(DATA[0]), own(DATA[0]))
 
 
-@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(
+    "offsets", [True, *slow_params(False, reason="steps alone; checkpoints of compressed-tensors have no offsets")]
+)
 @pytest.mark.parametrize("recipe", [None, NOTHING_ELSE, FLOAT])
 def test_weights_of_groups_stay_as_they_are(recipe, offsets, tmp_path):
     weight = grouped(48, 64, offsets=offsets)
@@ -310,9 +314,11 @@ def test_invalid_quantized_weights_are_refused(fields, problem):
 # ---- other ways to quantize and to look at such models
 
 
-def test_comparison_search_and_parameters_know_imported_weights():
+def test_comparison_search_and_parameters_know_imported_weights(monkeypatch):
+    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)  # it takes a second or two
     own = stages.with_weights(network(), {"0": grouped(48, 64), "2": per_channel(32, 48)})
-    model = intaglio.quantize(own, DATA)
+    plain = Recipe.of({"*": {"equalize": 0.0, "rounding": "nearest"}})
+    model = intaglio.quantize(own, DATA, recipe=plain)
     compared = intaglio.compare(own, model, DATA)
     assert "made again" not in str(compared)
     prepared = stages.prepare(stages.capture(own, DATA[0]))
@@ -326,6 +332,7 @@ def test_comparison_search_and_parameters_know_imported_weights():
         minimize="size",
         candidates={"float": None},
         max_drop=0,
+        quantizer=stages.Quantizer(plain),
     )
     assert len(found.trials) > 1
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import intaglio
 from intaglio import stages
 from intaglio.errors import SelectorError
+from intaglio.mixed_precision import search_start
 from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.precision.layer_bytes import RANGE_MARGIN
 from intaglio.quant.qdq.parameters import Parameters
@@ -20,6 +21,7 @@ from intaglio.tune import ReferencePool
 from support.lowering import assert_equal_quantized, sqnr
 from support.nets import Body, randomize
 from support.programs import assert_same_bits
+from support.slow_params import slow_params
 
 BOTH = {"operand_bytes": 2, "weight_bytes": 2}
 OPERAND, WEIGHT = {"operand_bytes": 2}, {"weight_bytes": 2}
@@ -67,21 +69,30 @@ def test_both_bytes_of_everything_are_close_to_float():
     assert ratio_of({"*": BOTH}) > 55
 
 
-@pytest.mark.parametrize("setting", [BOTH, OPERAND, WEIGHT], ids=["both", "operand", "weight"])
+SETTINGS = {"both": BOTH, "operand": OPERAND, "weight": WEIGHT}
+MODELS = {
+    "residual": residual,
+    "depthwise": lambda: nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, 1, 3), nn.Hardswish(), nn.Conv2d(6, 4, 1)),
+    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(3, 6, 2, 2, groups=3), nn.LeakyReLU(), nn.Conv2d(6, 4, 1)),
+    "one axis": lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 6, 3), nn.SiLU(), nn.Conv1d(6, 4, 1)),
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)),
+    "pool": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.Sigmoid(), nn.Conv2d(8, 4, 1)),
+}
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("name", "setting"),
     [
-        residual(),
-        nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1, 1, 3), nn.Hardswish(), nn.Conv2d(6, 4, 1)),
-        nn.Sequential(nn.ConvTranspose2d(3, 6, 2, 2, groups=3), nn.LeakyReLU(), nn.Conv2d(6, 4, 1)),
-        nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 6, 3), nn.SiLU(), nn.Conv1d(6, 4, 1)),
-        nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)),
-        nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.Sigmoid(), nn.Conv2d(8, 4, 1)),
+        *(("residual", setting) for setting in SETTINGS),
+        *((name, "both") for name in MODELS if name != "residual"),
+        *slow_params(
+            *((name, setting) for name in MODELS if name != "residual" for setting in ("operand", "weight")),
+            reason="one half of what is split when layers read two bytes of both",
+        ),
     ],
-    ids=["residual", "depthwise", "transposed", "one axis", "linear", "pool"],
 )
-def test_kernels_give_the_bits_of_the_integer_graph(model, setting):
-    reference = reference_of(model.eval(), {"*": setting})
+def test_kernels_give_the_bits_of_the_integer_graph(name, setting):
+    reference = reference_of(MODELS[name]().eval(), {"*": SETTINGS[setting]})
     lowered = stages.requantize(reference)
     assert_equal_quantized(reference, lowered, UNSEEN)
     program = stages.compile(reference)
@@ -208,7 +219,8 @@ def test_a_pool_keeps_the_ranges_of_its_first_reference():
     assert sqnr(pool.reference(Quantizer(Recipe.of({"*": BOTH})))(0.5 * UNSEEN), model(0.5 * UNSEEN).detach()) > 50
 
 
-def test_a_search_takes_two_bytes_for_what_float_would_cost_more():
+def test_a_search_takes_two_bytes_for_what_float_would_cost_more(monkeypatch):
+    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)  # it takes a second or two
     model = residual()
     want = model(X)
 
@@ -216,6 +228,7 @@ def test_a_search_takes_two_bytes_for_what_float_would_cost_more():
         return 1 - float((one(X) - want).square().sum() / want.square().sum())
 
     options = {"max_drop": 1e-6, "relative": False, "budget": 3, "evaluations": 8, "progress": False}
+    options["quantizer"] = Quantizer(Recipe.of({"*": {"rounding": "nearest"}}))
     found = intaglio.search(model, [X], closeness, candidates={"two_bytes": BOTH}, **options)
     assert found.reached
     assert found.changes

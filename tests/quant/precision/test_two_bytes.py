@@ -17,6 +17,7 @@ from support.lowering import assert_equal_quantized, sqnr
 from support.nets import Body
 from support.programs import assert_same_bits
 from support.sensitive_inputs import IMAGES, NEVER, UNSEEN, converted, edges, equalized, prepared
+from support.slow_params import slow_params
 
 TWO_BYTES = Recipe.of({"*": {"two_bytes_below": 25.0}})
 
@@ -63,7 +64,7 @@ def test_the_report_says_which_layer_and_how_many_decibels():
 @pytest.mark.parametrize(
     "model",
     [
-        edges(),
+        *slow_params(edges(), reason="the same layers as in two models below, without what is in front or beside them"),
         nn.Sequential(nn.ZeroPad2d((0, 1, 2, 0)), *edges()),
         nn.Sequential(nn.Conv2d(3, 3, 3, 2, 1, 1, 3, padding_mode="zeros"), *edges()),
         Body(lambda m, x: m.first(x.flatten(2).transpose(1, 2)).relu(), first=nn.Linear(3, 8)),

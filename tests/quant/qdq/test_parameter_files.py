@@ -1,5 +1,6 @@
 """Parameters and recipes as files: saved, edited, loaded without data."""
 
+import functools
 import json
 
 import pytest
@@ -48,7 +49,12 @@ def prepared(setting: dict | None = None):
 
 def reference(setting: dict | None = None):
     """All the way that `quantize` goes, corrections included."""
-    fresh = stages.equalize(prepared(setting), [X])
+    return _reference(json.dumps(setting or {}))
+
+
+@functools.cache
+def _reference(setting: str):
+    fresh = stages.equalize(prepared(json.loads(setting)), [X])
     ranges = calibrate(fresh, [X])
     return convert(fresh, ranges, stages.correct(fresh, ranges, [X]))
 

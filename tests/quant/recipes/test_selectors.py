@@ -12,10 +12,19 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from support import nets
 from support.lowering import captured_net, lowered
+from support.slow_params import slow_params
 
 
 @pytest.mark.case("problem 35")
-@pytest.mark.parametrize("net", [nets.Residual, nets.OptionA, nets.MultiOutput], ids=lambda net: net.__name__)
+@pytest.mark.parametrize(
+    "net",
+    [
+        nets.Residual,
+        *slow_params(nets.OptionA, reason="another network of residual blocks"),
+        nets.MultiOutput,
+    ],
+    ids=lambda net: net.__name__,
+)
 def test_every_name_of_named_modules_is_a_selector_of_what_is_in_it(net):
     """Problem 35: exactly the operators of that module stay in float, for every module with a weight in it."""
     model, captured = captured_net(net)
