@@ -1,6 +1,7 @@
 """Define-by-run: copies, pickles, state dictionaries, parameters from files, the explicit graph, judging."""
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -122,13 +123,19 @@ def counts(prepared: nn.Module) -> dict[str, int]:
 # -- copies and pickles -----------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def converted_once(name: str) -> tuple[nn.Module, list[Tensor]]:
+    """A converted model that is copied and not changed, and its results."""
+    converted = eager.convert(calibrated(name)[1])
+    return converted, outputs(converted, name)
+
+
 @pytest.mark.case("frontends B11")
 @pytest.mark.parametrize("name", slow_params_except("early exit", of=MODELS, reason="other models take the same ways"))
 @pytest.mark.parametrize("way", [copy.deepcopy, saved_and_loaded, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_of_a_converted_model_gives_the_same_bits(name, way):
     """B11: whatever way it was copied, and so does a copy of the copy that has not run."""
-    converted = eager.convert(calibrated(name)[1])
-    expected = outputs(converted, name)
+    converted, expected = converted_once(name)
     twin = way(converted)
     assert_same(outputs(way(twin), name), expected)
     assert_same(outputs(twin, name), expected)

@@ -84,7 +84,6 @@ def batches(kind):
         Functions,
         Grouped,
         MultiOutput,
-        MaxPoolNet,
         of=[*IMAGES, *OTHERS],
         reason="layers of the other networks",
     ),

@@ -15,6 +15,7 @@ import intaglio
 from intaglio import eager, stages
 from support.eager_models import assert_near, converted_on
 from support.lowering import sqnr
+from support.slow_params import slow_params
 
 CALLS = [(torch.randn(32, 16, generator=torch.Generator().manual_seed(seed)),) for seed in range(3)]
 
@@ -69,11 +70,20 @@ HOOKS_OF_ALL = {
 }
 
 
-@pytest.mark.parametrize("register", HOOKS_OF_ALL.values(), ids=list(HOOKS_OF_ALL))
-@pytest.mark.parametrize("model", [net, lambda: net(nn.Sequential(nn.Linear(16, 16), nn.Dropout()))])
-def test_a_hook_of_all_modules_is_applied_once(register, model):
-    float_model = model()
-    handle = register()
+@pytest.mark.parametrize(
+    ("register", "nested"),
+    [
+        *((name, False) for name in HOOKS_OF_ALL),
+        ("every module", True),
+        *slow_params(
+            *((name, True) for name in HOOKS_OF_ALL if name != "every module"),
+            reason="layers in modules of modules, which a hook of every module sees as well",
+        ),
+    ],
+)
+def test_a_hook_of_all_modules_is_applied_once(register, nested):
+    float_model = net(nn.Sequential(nn.Linear(16, 16), nn.Dropout())) if nested else net()
+    handle = HOOKS_OF_ALL[register]()
     try:
         assert_near(converted_on(float_model, CALLS), float_model, CALLS)
     finally:

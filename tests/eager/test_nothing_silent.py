@@ -16,6 +16,7 @@ from intaglio.errors import InputError, UnsupportedError
 from support.eager_models import integers, warnings_of
 from support.lowering import sqnr
 from support.nets import Body
+from support.slow_params import slow_params_except
 
 
 class Head(nn.Module):
@@ -52,7 +53,12 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        *("rand_like", "a generator", "dropout", "bernoulli"), of=RANDOM, reason="the same draws by other functions"
+    ),
+)
 def test_a_random_operator_leaves_the_rest_in_int8(name, caplog):
     torch.manual_seed(0)
     model = Head(RANDOM[name]).eval()

@@ -219,15 +219,18 @@ OUTPUTS = {
     "nested": lambda y, z: ([y, (z, None)], {"a": [{"b": y.argmax(1)}]}),
     "same twice": lambda y, z: (y, y, z, y.view(-1)),
     "integers": lambda y, z: (y.argmax(1), z.shape[0], torch.arange(3), z > 0),
+    "several": lambda y, z: {
+        "nested": ([y, (z, None)], {"a": [{"b": y.argmax(1)}]}),
+        "named": Pair(y, Pair(z, y)),
+        "same twice": (y, y, z, y.view(-1)),
+    },
 }
 
 
 @pytest.mark.case("frontends B5")
 @pytest.mark.parametrize(
     "case",
-    slow_params_except(
-        "nested", "namedtuple", "nothing", "same twice", "integers", of=OUTPUTS, reason="the nested result holds these"
-    ),
+    slow_params_except("several", "nothing", "integers", of=OUTPUTS, reason="one of the results holds all of these"),
 )
 def test_results_may_have_any_structure(case, caplog):
     """B5: integers and what is no tensor come out as they are."""

@@ -128,4 +128,4 @@ def test_fastest_measures_each_division_of_the_cores(monkeypatch):
 def test_times_that_are_not_positive_are_refused(times):
     with pytest.raises(InputError, match="but a time is positive"):
         intaglio.Pool.fastest(nn.ReLU(), torch.zeros(1), **times)
-    intaglio.Pool.fastest(nn.ReLU(), torch.zeros(1), **dict.fromkeys(times, 0.01)).close()
+    intaglio.Pool.fastest(nn.ReLU(), torch.zeros(1), **{"seconds": 0.01, **dict.fromkeys(times, 0.01)}).close()
