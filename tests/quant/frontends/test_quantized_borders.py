@@ -177,6 +177,7 @@ SIGNED = ("to float", "from float", "between integers")
             reason="signed integers at borders that the cases above have with other operators, or unsigned",
         ),
     ],
+    ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_a_scale_per_channel_at_the_border_needs_no_island(case, dtype, tmp_path):
     class Border(nn.Module):
