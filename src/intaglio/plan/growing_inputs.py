@@ -13,7 +13,7 @@ from dataclasses import replace
 from intaglio.ir import Graph, Op
 from intaglio.ops import op_def
 from intaglio.ops.movement.shape import CAT
-from intaglio.ops.products.attention import ATTENTION
+from intaglio.ops.products.attention import is_attention_over
 from intaglio.plan.buffers import caller_strides
 from intaglio.plan.execution_plan import Plan
 
@@ -49,9 +49,7 @@ def _appends_tokens(op: Op, readers: Sequence[Op], graph: Graph) -> bool:
     joins = op_def(op) is CAT and len(op.inputs) == 2 and op.attrs["axis"] == TOKENS
     if not joins or not readers or len(graph.types[op.output].shape) != AXES:
         return False
-    return all(
-        op_def(reader) is ATTENTION and op.output not in (reader.inputs[0], *reader.inputs[3:]) for reader in readers
-    )
+    return all(is_attention_over(reader, op.output) for reader in readers)
 
 
 def _has_memory_of_its_own(op: Op, plan: Plan) -> bool:

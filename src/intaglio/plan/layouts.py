@@ -16,6 +16,7 @@ from intaglio.ir.phases import axis_phases
 from intaglio.ops import Layout, op_def
 from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
 from intaglio.ops.movement.shape import PERMUTE
+from intaglio.ops.products.attention import is_attention_over
 from intaglio.plan.buffers import Buffer, is_identity_copy
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Choice
@@ -61,25 +62,32 @@ def assign_layouts(plan: Plan) -> Plan:
 
 
 def _strided_inputs(graph: Graph) -> frozenset[str]:
-    """Return the quantized inputs that only concatenations read, which copy them with any strides.
+    """Return the quantized inputs that only concatenations and attention read, which take them with any strides:
+    attention its keys and values.
 
     Keys and values of a cache are such inputs: a copy into a layout of the program before the call would be as large as
     the cache.
     """
     users = graph.users()
 
-    def is_concatenated(name: str) -> bool:
+    def takes_any_strides(reader: Op, name: str) -> bool:
+        record = op_def(reader)
+        return (record.moves_data and record.variadic) or is_attention_over(reader, name)
+
+    def is_read_with_any_strides(name: str) -> bool:
         copies = users[name]
-        readers = [reader for op in copies for reader in users[op.output]]
+        readers = [(reader, op.output) for op in copies for reader in users[op.output]]
         return (
             name not in graph.outputs
             and bool(readers)
             and all(op.attrs.get("relayout") and op.output not in graph.outputs for op in copies)
-            and all(op_def(op).moves_data and op_def(op).variadic for op in readers)
+            and all(takes_any_strides(reader, read) for reader, read in readers)
         )
 
     inputs = [name for name in graph.inputs if graph.types[name].q is not None]
-    return frozenset(name for name in inputs if 0 < len(graph.types[name].shape) <= 5 and is_concatenated(name))
+    return frozenset(
+        name for name in inputs if 0 < len(graph.types[name].shape) <= 5 and is_read_with_any_strides(name)
+    )
 
 
 def _widest_halos(graph: Graph) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:

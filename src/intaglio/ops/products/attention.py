@@ -203,3 +203,8 @@ BMM = OpDef(
     kernel="attention",
 )
 ATTENTION_OPS = (ATTENTION, BMM)
+
+
+def is_attention_over(op: Op, name: str) -> bool:
+    """Return whether an operator is attention that reads a value as its keys or values only."""
+    return op.kind == ATTENTION.name and name not in (op.inputs[0], *op.inputs[3:])
