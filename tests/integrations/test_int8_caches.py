@@ -6,6 +6,8 @@ import torch
 import intaglio
 from intaglio import Recipe
 from intaglio.errors import InputError
+from intaglio.ops import op_def
+from intaglio.plan import plan_graph
 from support.generators import END, MODELS, batch, calibration, float_model, generated, library, quantized
 from support.slow_params import slow_params
 
@@ -64,6 +66,14 @@ def test_keys_and_values_that_are_computed_once_are_int8_by_default(name):
     assert (own, cross) == ({torch.float32}, {torch.uint8})
     for way in ({}, BEAMS, {"use_cache": False}):
         assert torch.equal(generated(int8_model, inputs, **way), generated(interpreted, inputs, **way))
+
+
+def test_attention_reads_them_where_they_are():
+    program = quantized("bart", "auto")[1].programs["decoder"]
+    moved = {op.inputs[0] for step in plan_graph(program.graph).partitions for op in step.ops if op_def(op).moves_data}
+    held = {external.value for external in program.artifact.program.externals if external.value.startswith("cross_")}
+    assert len(held) == 2
+    assert not moved & held
 
 
 @pytest.mark.slow(reason="each model is captured and compiled")

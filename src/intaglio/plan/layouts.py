@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from intaglio.ir import Dim, DType, Graph, Op, TensorType, evaluate, fresh
@@ -48,7 +48,7 @@ def assign_layouts(plan: Plan) -> Plan:
     graph = plan.graph
     halos, halo_reasons = _widest_halos(graph)
     layouts, inside, outside = assigned_layouts(graph), _kernel_only_values(graph), graph.external_values()
-    row_major = frozenset(name for name, (is_row_major, _) in layouts.items() if is_row_major)
+    row_major = frozenset(name for name, (is_row_major, _) in layouts.items() if is_row_major) | _keys_and_values(graph)
     buffers: dict[str, Buffer] = {}
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:
         kind = graph.types[name]
@@ -62,32 +62,41 @@ def assign_layouts(plan: Plan) -> Plan:
 
 
 def _strided_inputs(graph: Graph) -> frozenset[str]:
-    """Return the quantized inputs that only concatenations and attention read, which take them with any strides:
-    attention its keys and values.
+    """Return the quantized inputs that only concatenations read, which copy them with any strides.
 
     Keys and values of a cache are such inputs: a copy into a layout of the program before the call would be as large as
     the cache.
     """
+    return _inputs_read_by(graph, lambda reader, _: op_def(reader).moves_data and op_def(reader).variadic)
+
+
+def _keys_and_values(graph: Graph) -> frozenset[str]:
+    """Return the quantized inputs that only attention reads, as keys or values. They are row-major, so that it reads
+    them where they are."""
+    return _inputs_read_by(graph, is_attention_over)
+
+
+def _inputs_read_by(graph: Graph, reads: Callable[[Op, str], bool]) -> frozenset[str]:
+    """Return the quantized inputs that are read by some operators only, in the layout that these want.
+
+    Args:
+        graph: the graph.
+        reads: returns whether an operator, which reads a value, is one of them.
+    """
     users = graph.users()
 
-    def takes_any_strides(reader: Op, name: str) -> bool:
-        record = op_def(reader)
-        return (record.moves_data and record.variadic) or is_attention_over(reader, name)
-
-    def is_read_with_any_strides(name: str) -> bool:
+    def is_read(name: str) -> bool:
         copies = users[name]
         readers = [(reader, op.output) for op in copies for reader in users[op.output]]
         return (
             name not in graph.outputs
             and bool(readers)
             and all(op.attrs.get("relayout") and op.output not in graph.outputs for op in copies)
-            and all(takes_any_strides(reader, read) for reader, read in readers)
+            and all(reads(reader, value) for reader, value in readers)
         )
 
     inputs = [name for name in graph.inputs if graph.types[name].q is not None]
-    return frozenset(
-        name for name in inputs if 0 < len(graph.types[name].shape) <= 5 and is_read_with_any_strides(name)
-    )
+    return frozenset(name for name in inputs if 0 < len(graph.types[name].shape) <= 5 and is_read(name))
 
 
 def _widest_halos(graph: Graph) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
