@@ -107,6 +107,14 @@ def operators_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def untimed_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that a search chooses is not timed beside the float model, which captures the float model again."""
+    from intaglio.mixed_precision import search_start
+
+    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)
+
+
+@pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that is intaglio's cache during the test."""
     folder = tmp_path / "cache"

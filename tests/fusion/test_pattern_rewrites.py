@@ -1,5 +1,7 @@
 """Callbacks of patterns build what replaces a match, which is then quantized like the rest of the model."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from intaglio.patterns import OpDef, QuantizerPattern, Roles, builtin, const, op
 from support import nets
 from support.lowering import sqnr
 from support.nets import Body
+from support.slow_params import slow_params_except
 
 DATA = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
 
@@ -202,28 +205,19 @@ REWRITES = {
 }
 OPTIONS = {"free batch": {}, "fixed batch": {"dynamic_shapes": {}}}
 OTHERS = {"alone": [], "beside built-in patterns": builtin()}
-QUICK = ("linear-free batch-alone", "linear-fixed batch-beside built-in patterns", "relu-free batch-alone",
-         "relu-fixed batch-beside built-in patterns")  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("rewrite", "pattern", "options", "others"),
-    [
-        pytest.param(
-            *REWRITES[rewrite],
-            OPTIONS[option],
-            OTHERS[other],
-            id=name,
-            marks=[pytest.mark.slow(reason="each rewrite runs with both options and both sets of patterns")]
-            * (name not in QUICK),
-        )
-        for rewrite in REWRITES
-        for option in OPTIONS
-        for other in OTHERS
-        for name in [f"{rewrite}-{option}-{other}"]
-    ],
+    "case",
+    slow_params_except(
+        *[(rewrite, *pair) for rewrite in REWRITES for pair in zip(OPTIONS, OTHERS, strict=True)],
+        of=itertools.product(REWRITES, OPTIONS, OTHERS),
+        reason="each rewrite runs with both options and both sets of patterns",
+    ),
+    ids="-".join,
 )
-def test_a_match_may_become_quantized_operators(rewrite, pattern, others, options, tmp_path):
+def test_a_match_may_become_quantized_operators(case, tmp_path):
+    (rewrite, pattern), options, others = REWRITES[case[0]], OPTIONS[case[1]], OTHERS[case[2]]
     quantizer = stages.Quantizer(patterns=[*others, QuantizerPattern("mine", pattern, rewrite=rewrite)])
     model, data = relu_net(), DATA[0]
     _, reference, lowered, int8 = stages_of(model, quantizer, **options)

@@ -5,15 +5,14 @@ import torch
 
 from intaglio import eager
 from support.generators import batch, calibration, float_model, generated
+from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
-
-PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
 
 
 @pytest.mark.parametrize("name", ["llama", *slow_params("gpt2", reason="each model is recorded")])
 def test_a_converted_model_generates_the_same_tokens_with_and_without_a_cache(name):
     data = calibration(name)
-    prepared = eager.prepare(float_model(name), (), recipe=PLAIN, example_kwargs=data[0])
+    prepared = eager.prepare(float_model(name), (), recipe=UNCORRECTED, example_kwargs=data[0])
     with torch.no_grad():
         for one in data:
             prepared(**one)

@@ -11,9 +11,8 @@ from transformers.cache_utils import DynamicLayer
 import intaglio
 from intaglio.errors import InputError
 from support.generators import END, calibration, float_model, quantized
+from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
-
-PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
 
 
 def tokens(count: int, seed: int = 0, batch: int = 2) -> torch.Tensor:
@@ -52,7 +51,7 @@ def test_steps_write_behind_the_tokens_of_the_cache_and_copy_none(kind):
 def test_the_last_positions_of_a_model_can_be_used():
     """Its causal mask is a constant of 40 tokens, which the plan for 64 earlier tokens would not fit."""
     source, ids = float_model("gpt_neo", num_layers=1, attention_types=[[["global"], 1]]), tokens(40)
-    model = intaglio.quantize(source, calibration("gpt_neo")[:1], recipe=PLAIN, progress=False)
+    model = intaglio.quantize(source, calibration("gpt_neo")[:1], recipe=UNCORRECTED, progress=False)
     expected, _ = call(model, ids[:, :38])
     _, cache = call(model, ids[:, :30])
     found = [call(model, ids[:, end - 1 : end], cache)[0] for end in range(31, 40)]
@@ -132,7 +131,7 @@ def test_tensors_that_are_assigned_to_a_layer_are_used():
 def test_layers_in_another_order_are_read_in_that_order():
     ids = tokens(8)
     source = float_model("llama", num_hidden_layers=2)
-    model = intaglio.quantize(source, calibration("llama")[:1], recipe=PLAIN, progress=False)
+    model = intaglio.quantize(source, calibration("llama")[:1], recipe=UNCORRECTED, progress=False)
     _, cache = call(model, ids[:, :6])
     _, cache = call(model, ids[:, 6:7], cache)
     cache.layers.reverse()

@@ -16,12 +16,11 @@ import intaglio
 from intaglio import stages
 from intaglio.errors import ArtifactError, CaptureError, InputError
 from intaglio.integrations import integration_for
-from intaglio.mixed_precision import search_start
 from support import transformers_library
+from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "cat", "dog", "sat", "on", "mat", "ran", "fast"]
 WORDS += ["slow", "is", "very", "good", "bad", "and"]
 TEXTS = ["the cat sat on the mat", "a dog ran fast and is very good", "the slow cat is bad", "mat"]
@@ -246,7 +245,7 @@ def test_a_pipeline_of_images_takes_the_model(library):
     assert [one["label"] for one in found] == [one["label"] for one in expected]
 
 
-def test_the_recipe_of_a_search_gives_a_model_of_the_class(library, float_model, tokenizer, monkeypatch):
+def test_the_recipe_of_a_search_gives_a_model_of_the_class(library, float_model, tokenizer, untimed_searches):
     """A search itself returns a model with the configuration, but without the class."""
     data = [dict(tokenizer(TEXTS, padding=True, return_tensors="pt")) for _ in range(2)]
 
@@ -254,9 +253,8 @@ def test_the_recipe_of_a_search_gives_a_model_of_the_class(library, float_model,
         assert model.config.model_type == "bert"
         return -float((model(**data[0]).logits - float_model(**data[0]).logits).abs().max())
 
-    quantizer = stages.Quantizer(intaglio.Recipe.of(PLAIN))
+    quantizer = stages.Quantizer(intaglio.Recipe.of(UNCORRECTED))
     options = {"max_drop": 1.0, "relative": False, "progress": False}
-    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)  # it captures the float model again
     searched = intaglio.search(float_model, data, metric, quantizer=quantizer, **options)
     int8 = intaglio.quantize(float_model, data, recipe=searched.recipe, progress=False)
     assert isinstance(int8, library.BertForSequenceClassification)
@@ -286,7 +284,7 @@ def test_a_model_that_cannot_be_captured_is_refused_with_strict(library):
 
 def test_a_model_that_cannot_be_captured_is_quantized_in_parts(library):
     model, batches = not_captured(library)
-    int8 = intaglio.quantize(model, iter(batches), recipe=PLAIN, progress=False)
+    int8 = intaglio.quantize(model, iter(batches), recipe=UNCORRECTED, progress=False)
     assert isinstance(int8, intaglio.PartlyQuantizedModel)
     assert {"encoder", "pooler"} <= set(int8.parts)
     assert int8.config is int8.model.config

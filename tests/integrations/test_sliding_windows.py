@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import intaglio
 from intaglio.errors import InputError
 from support.generators import END, MODELS, batch, calibration, float_model, generated, quantized
+from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
 
 WINDOW = 6
@@ -19,7 +20,6 @@ KINDS = [
     *slow_params(("gemma3", "float"), reason="windows hold float32 in the first model, and gemma3 has them with int8"),
     ("gemma3", "int8"),
 ]
-PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_programs_of_earlier_releases_read_all_tokens(monkeypatch):
     with monkeypatch.context() as context:
         for module in (cached_steps, decoder_cache):
             context.setattr(module, "windows_of", lambda config: {})
-        model = intaglio.quantize(source, calibration("gemma3")[:1], recipe=PLAIN, progress=False)
+        model = intaglio.quantize(source, calibration("gemma3")[:1], recipe=UNCORRECTED, progress=False)
     ids, cache = tokens(20), DynamicCache(config=model.config)
     logits = [call(model, ids[:, end - 1 : end], cache)[0] for end in range(1, 21)]
     assert [layer.keys.shape[2] for layer in cache.layers] == [20, 20]

@@ -9,21 +9,17 @@ import torch
 import intaglio
 from intaglio import stages
 from intaglio.errors import InputError
-from intaglio.mixed_precision import search_start
 from intaglio.mixed_precision.metric import Metric
 from intaglio.mixed_precision.objective import Objective
 from support.layered import LAYERED_INPUT as X
 from support.layered import layered_network, layers_in_float
+from support.recipes import UNCORRECTED
 
-UNCORRECTED = stages.Quantizer(intaglio.Recipe.of({"*": {"equalize": 0.0, "rounding": "nearest"}}))
-BY_SIZE = {"minimize": "size", "candidates": {"float": None}, "quantizer": UNCORRECTED, "progress": False}
-BY_SIZE["relative"] = False
+pytestmark = pytest.mark.usefixtures("untimed_searches")
 
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch):
-    """Chosen models are timed beside the float model in a test of searches, not here."""
-    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)
+QUANTIZER = stages.Quantizer(intaglio.Recipe.of(UNCORRECTED))
+ABSOLUTE = {"relative": False, "progress": False}
+BY_SIZE = {"minimize": "size", "candidates": {"float": None}, "quantizer": QUANTIZER, **ABSOLUTE}
 
 
 def hits(wrong, samples=100):

@@ -17,20 +17,13 @@ from intaglio.errors import InputError
 from intaglio.mixed_precision import search_run, search_start
 from support.layered import LAYERED_INPUT as X
 from support.layered import LAYERS, WIDTH, layered_network, layers_in_float
+from support.recipes import UNCORRECTED
 
-PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
-"""What is searched does not depend on corrections."""
-UNCORRECTED = stages.Quantizer(intaglio.Recipe.of(PLAIN))
-BY_SIZE = {"minimize": "size", "candidates": {"float": None}, "quantizer": UNCORRECTED, "progress": False}
+pytestmark = pytest.mark.usefixtures("untimed_searches")
 
-
+QUANTIZER = stages.Quantizer(intaglio.Recipe.of(UNCORRECTED))
+BY_SIZE = {"minimize": "size", "candidates": {"float": None}, "quantizer": QUANTIZER, "progress": False}
 MEASURE_SPEED = search_start.measure_speed
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch):
-    """Chosen models are timed beside the float model in the test of that alone: it takes a second or two."""
-    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)
 
 
 def needs(*names):
@@ -105,7 +98,7 @@ def test_the_same_search_by_size_gives_the_same_result_twice():
 
 
 def test_operators_a_user_leaves_in_float_stay_in_float_in_a_search():
-    leaving_c = stages.Quantizer(intaglio.Recipe.of({**PLAIN, "c": None}))
+    leaving_c = stages.Quantizer(intaglio.Recipe.of({**UNCORRECTED, "c": None}))
     found = intaglio.search(layered_network(), [X], needs("a"), **{**BY_SIZE, "quantizer": leaving_c})
     assert layers_in_float(found.model) == {"a", "c"}
     assert found.changes.keys() & {*LAYERS} == {"a"}
@@ -130,7 +123,7 @@ def test_the_metric_is_as_high_as_a_size_allows():
     sizes = [trial.size_mb for trial in intaglio.search(model, [X], needs("a"), **BY_SIZE).trials]
     limit = max(sizes)
     found = intaglio.search(
-        model, [X], lambda m: -relative_error(m, model), max_size=limit, quantizer=UNCORRECTED, progress=False
+        model, [X], lambda m: -relative_error(m, model), max_size=limit, quantizer=QUANTIZER, progress=False
     )
     assert found.reached
     assert found.chosen.size_mb <= limit
@@ -152,7 +145,7 @@ def test_a_latency_limit_is_kept_by_the_measured_time(monkeypatch):
     """Times are given, so that the test does not measure: each layer in float takes one millisecond more."""
     model = layered_network()
     monkeypatch.setattr(search_run, "relative_ms", lambda base, m, call, ms: 1.0 + len(layers_in_float(m)))
-    options = {"candidates": {"float": None}, "quantizer": UNCORRECTED, "progress": False, "max_drop": None}
+    options = {"candidates": {"float": None}, "quantizer": QUANTIZER, "progress": False, "max_drop": None}
     found = intaglio.search(model, [X], lambda m: -relative_error(m, model), max_latency=3.0, **options)
     assert found.reached
     assert found.chosen.latency_ms <= 3.0
@@ -162,7 +155,7 @@ def test_a_latency_limit_is_kept_by_the_measured_time(monkeypatch):
 def test_a_size_that_no_model_has_gives_the_smallest_and_a_warning():
     with pytest.warns(UserWarning, match="no trial keeps the limits"):
         found = intaglio.search(
-            layered_network(), [X], lambda m: 1.0, max_size=1e-6, quantizer=UNCORRECTED, progress=False
+            layered_network(), [X], lambda m: 1.0, max_size=1e-6, quantizer=QUANTIZER, progress=False
         )
     assert not found.reached
     assert found.chosen.size_mb == min(trial.size_mb for trial in found.trials)

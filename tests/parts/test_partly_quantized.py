@@ -10,8 +10,7 @@ from torch import Tensor, nn
 import intaglio
 from intaglio.errors import ArtifactError, CaptureError, InputError, SelectorError
 from support.partial_models import Detector, Routed
-
-PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
+from support.recipes import UNCORRECTED
 
 
 def images(count: int, height: int = 30, width: int = 40) -> list[Tensor]:
@@ -84,7 +83,7 @@ def test_both_sides_of_a_branch_are_quantized(routed, routed_int8, routed_data):
 
 
 def test_a_part_that_no_batch_calls_stays_in_float_with_the_reason(routed, routed_data):
-    int8 = intaglio.quantize(routed, routed_data[::2], recipe=PLAIN, progress=False)
+    int8 = intaglio.quantize(routed, routed_data[::2], recipe=UNCORRECTED, progress=False)
     assert list(int8.parts) == ["backbone", "bright"]
     (left,) = int8.coverage.floats
     assert (left.path, left.reason) == ("dark", "no batch calls it with tensors")
@@ -102,7 +101,7 @@ def test_strict_refuses_parts(routed, routed_data):
 
 
 def test_selectors_name_modules_of_the_whole_model(routed, routed_data):
-    int8 = intaglio.quantize(routed, routed_data, recipe=PLAIN, skip=["backbone.2"], progress=False)
+    int8 = intaglio.quantize(routed, routed_data, recipe=UNCORRECTED, skip=["backbone.2"], progress=False)
     assert [part.path for part in int8.coverage.floats] == ["backbone.2"]
     assert 0.2 < int8.coverage.macs < 0.4
 
@@ -231,7 +230,7 @@ def test_another_weight_of_a_part_gives_another_fingerprint(routed, routed_data)
         with torch.no_grad():
             model = copy.deepcopy(routed)
             next(iter(model.parameters())).add_(change)
-        found.add(intaglio.quantize(model, routed_data, recipe=PLAIN, progress=False).fingerprint())
+        found.add(intaglio.quantize(model, routed_data, recipe=UNCORRECTED, progress=False).fingerprint())
     assert len(found) == 2
 
 
@@ -269,7 +268,7 @@ def test_parts_are_compared_on_batches_of_any_form(detector, int8, form):
 
 
 def test_parts_are_compared_on_dictionaries(routed, routed_data):
-    int8 = intaglio.quantize(routed, [{"x": batch} for batch in routed_data], recipe=PLAIN, progress=False)
+    int8 = intaglio.quantize(routed, [{"x": batch} for batch in routed_data], recipe=UNCORRECTED, progress=False)
     assert set(int8.compare(routed, [{"x": batch} for batch in routed_data])) == set(int8.parts)
 
 
@@ -337,7 +336,7 @@ class Strided(Detector):
 def test_maps_of_one_pixel_in_the_batches_do_not_limit_the_size_of_images():
     torch.manual_seed(0)
     model = Strided().eval()
-    int8 = intaglio.quantize(model, batches((32, 32)), recipe=PLAIN, progress=False)
+    int8 = intaglio.quantize(model, batches((32, 32)), recipe=UNCORRECTED, progress=False)
     assert list(int8.parts) == ["backbone", "head", "refine"]
     for size in ((32, 32), (64, 40), (16, 96)):
         with torch.no_grad():
@@ -357,14 +356,14 @@ def test_runs_of_the_float_model_do_not_grow_with_the_number_of_parts(monkeypatc
     def runs(limit: int) -> int:
         monkeypatch.setattr(importlib.import_module("intaglio.parts.find_parts"), "MOST_BYTES", limit)
         Counted.runs = 0
-        intaglio.quantize(Counted().eval(), batches(), recipe=PLAIN, progress=False)
+        intaglio.quantize(Counted().eval(), batches(), recipe=UNCORRECTED, progress=False)
         return Counted.runs
 
     assert runs(10**6) + 2 * len(batches()) == runs(1)
 
 
 def test_values_outside_of_their_ranges_are_reported_for_all_parts(routed, routed_data, caplog, tmp_path):
-    model = intaglio.quantize(routed, routed_data, recipe=PLAIN, progress=False)
+    model = intaglio.quantize(routed, routed_data, recipe=UNCORRECTED, progress=False)
     model(routed_data[0])
     assert not model.clipping.values
     model(20 * routed_data[0])

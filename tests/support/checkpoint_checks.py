@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,20 @@ from intaglio.integrations.transformers import from_pretrained
 from support.checkpoint_files import VOCABULARY, linear_layers
 
 PATHS_OF_NORMS = ("model.norm.weight", "model.embed_tokens.weight")
+
+
+@contextlib.contextmanager
+def logged_warnings() -> Iterator[list[str]]:
+    """Yield a list that receives the warnings which intaglio logs in the block, for models that several tests share."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("intaglio")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def batches(count: int = 4) -> list[dict[str, torch.Tensor]]:

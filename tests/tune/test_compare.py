@@ -24,9 +24,8 @@ from support import nets
 from support.int8_models import compiled
 from support.lowering import captured_net, lowered, quantized, sqnr
 from support.nets import Body
+from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
-
-PLAIN = {"*": {"equalize": 0.0, "rounding": "nearest"}}
 
 X = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1))
 
@@ -57,7 +56,7 @@ def test_a_bad_layer_is_found_as_the_worst():
 @functools.cache
 def compared_with_automatic_sizes() -> Comparison:
     model = nets.randomize(nets.Residual())
-    return intaglio.compare(model, intaglio.quantize(model, [X], recipe=PLAIN, progress=False), [X])
+    return intaglio.compare(model, intaglio.quantize(model, [X], recipe=UNCORRECTED, progress=False), [X])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def compared_with_automatic_sizes() -> Comparison:
 def test_operators_are_compared_whatever_sizes_are_dynamic(free):
     """The float model was captured with the automatic choice of sizes, so its graph was another one."""
     model, shapes = nets.randomize(nets.Residual()), {axis: Dim(name, min=8) for axis, name in free.items()}
-    int8 = intaglio.quantize(model, [X], recipe=PLAIN, dynamic_shapes=(shapes,), progress=False)
+    int8 = intaglio.quantize(model, [X], recipe=UNCORRECTED, dynamic_shapes=(shapes,), progress=False)
     assert intaglio.compare(model, int8, [X]).rows == compared_with_automatic_sizes().rows
 
 

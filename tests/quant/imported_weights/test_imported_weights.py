@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import Recipe, Setting, annotation, stages
 from intaglio.errors import InputError
-from intaglio.mixed_precision import search_start
 from intaglio.numerics import float_math
 from support.nets import Body, randomize
+from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
 
 DATA = [torch.randn(16, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -314,10 +314,9 @@ def test_invalid_quantized_weights_are_refused(fields, problem):
 # ---- other ways to quantize and to look at such models
 
 
-def test_comparison_search_and_parameters_know_imported_weights(monkeypatch):
-    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)  # it takes a second or two
+def test_comparison_search_and_parameters_know_imported_weights(untimed_searches):
     own = stages.with_weights(network(), {"0": grouped(48, 64), "2": per_channel(32, 48)})
-    plain = Recipe.of({"*": {"equalize": 0.0, "rounding": "nearest"}})
+    plain = Recipe.of(UNCORRECTED)
     model = intaglio.quantize(own, DATA, recipe=plain)
     compared = intaglio.compare(own, model, DATA)
     assert "made again" not in str(compared)

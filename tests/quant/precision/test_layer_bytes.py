@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import intaglio
 from intaglio import stages
 from intaglio.errors import SelectorError
-from intaglio.mixed_precision import search_start
 from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.precision.layer_bytes import RANGE_MARGIN
 from intaglio.quant.qdq.parameters import Parameters
@@ -219,8 +218,7 @@ def test_a_pool_keeps_the_ranges_of_its_first_reference():
     assert sqnr(pool.reference(Quantizer(Recipe.of({"*": BOTH})))(0.5 * UNSEEN), model(0.5 * UNSEEN).detach()) > 50
 
 
-def test_a_search_takes_two_bytes_for_what_float_would_cost_more(monkeypatch):
-    monkeypatch.setattr(search_start, "measure_speed", lambda *arguments: None)  # it takes a second or two
+def test_a_search_takes_two_bytes_for_what_float_would_cost_more(untimed_searches):
     model = residual()
     want = model(X)
 

@@ -19,12 +19,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from intaglio.integrations.transformers.decoder_cache import cache_name, keys_and_values, windows_of
+from intaglio.integrations.transformers.decoder_cache import (
+    KeyValues,
+    cache_name,
+    keys_and_values,
+    tensors_of,
+    windows_of,
+)
 from intaglio.torch_private import assume
 from intaglio.tracing.copies.copy_model import copy_model
-
-KeyValues = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values of every layer, each of shape [batch, heads, length, head size]."""
 
 EXAMPLE_PAST, EXAMPLE_WINDOW, EXAMPLE_NEW, EXAMPLE_BATCH = 7, 5, 3, 2
 EXAMPLE_KEPT = (2, 0, 1, 2)
@@ -158,7 +161,7 @@ def _encoder_arguments(config: Any, inputs: Mapping[str, Tensor], cross: KeyValu
     """Return arguments that stand for the encoder's results: of these the decoder reads the sizes only, because the
     cache already has the keys and values of cross-attention."""
     keys = cross[0][0]
-    for tensor in (tensor for pair in cross for tensor in pair):
+    for tensor in tensors_of(cross):
         assume(tensor.shape[2] == keys.shape[2])
     hidden = keys.new_zeros(keys.shape[0], keys.shape[2], config.hidden_size)
     given: dict[str, Any] = {"encoder_outputs": (hidden,)}

@@ -16,9 +16,9 @@ from intaglio.integrations.transformers.cached_steps import (
     EXAMPLE_BATCH,
     EXAMPLE_NEW,
     EXAMPLE_PAST,
-    KeyValues,
     StepNames,
 )
+from intaglio.integrations.transformers.decoder_cache import KeyValues
 from intaglio.quant.calibrate.batches import batches, binder_for
 
 StepCall = tuple[Any, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from intaglio.integrations.transformers.cache_memory import MemoryLayer, memory_
 from intaglio.ir import TensorType
 from intaglio.signature import TORCH_DTYPES, Integers
 
+KeyValues = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values of every layer, each of shape [batch, heads, length, head size]."""
 GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
 """Kinds of layers of caches that hold keys and values of all tokens, or of the latest ones."""
 CACHE_NAMES = ("cache", "past_key_values")
@@ -66,6 +68,11 @@ def keys_and_values(cache: Cache) -> list[tuple[Tensor, Tensor]]:
     """Return keys and values of every layer of a cache that has them."""
     layers: list[Any] = cache.layers
     return [(layer.keys, layer.values) for layer in layers]
+
+
+def tensors_of(pairs: KeyValues) -> list[Tensor]:
+    """Return keys and values of every layer as one list."""
+    return [tensor for pair in pairs for tensor in pair]
 
 
 def check_layers(cache: Cache, windows: Mapping[int, int]) -> None:
@@ -137,7 +144,7 @@ def quantized_like(new: list[tuple[Tensor, Tensor]], kinds: list[TensorType]) ->
     """Return float32 keys and values as a program with these types of inputs takes them."""
     found = [
         tensor if kind.q is None else Integers.of(tensor, kind.q).values
-        for tensor, kind in zip((tensor for pair in new for tensor in pair), kinds, strict=True)
+        for tensor, kind in zip(tensors_of(new), kinds, strict=True)
     ]
     return list(zip(found[::2], found[1::2], strict=True))
 
@@ -158,7 +165,7 @@ def append(cache: Cache, new: list[tuple[Tensor, Tensor]], windows: Mapping[int,
     """
     memory = memory_for(cache, new[0][0].shape[2], windows) if len(new) == len(cache.layers) else None
     if memory is not None:
-        memory.append([tensor for pair in new for tensor in pair])
+        memory.append(tensors_of(new))
         return
     for index, (keys, values) in enumerate(new):
         cache.update(keys, values, index)

@@ -20,7 +20,6 @@ from intaglio.integrations.transformers.cached_steps import (
     EXAMPLE_PAST,
     EXAMPLE_WINDOW,
     LOGITS_TO_KEEP,
-    KeyValues,
     StepNames,
     cross_module,
     encoder_module,
@@ -37,6 +36,7 @@ from intaglio.integrations.transformers.calibration_calls import (
     free_sizes,
     step_inputs,
 )
+from intaglio.integrations.transformers.decoder_cache import KeyValues
 from intaglio.integrations.transformers.folders import CROSS, DECODER, ENCODER
 
 OTHER_ARGUMENTS = frozenset({"use_cache", "return_dict", "labels"})

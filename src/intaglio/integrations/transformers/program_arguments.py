@@ -12,14 +12,11 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from intaglio.integrations.transformers.cache_memory import memory_for
-from intaglio.integrations.transformers.decoder_cache import windows_of
+from intaglio.integrations.transformers.decoder_cache import KeyValues, tensors_of, windows_of
 from intaglio.ir import Signature, TensorType
 from intaglio.runtime import Artifact, QuantizedModel
 from intaglio.runtime.calls.growing_calls import TOKENS, GrowingCalls, can_grow
 from intaglio.torch_private import is_traced, pytree
-
-Pairs = list[tuple[Tensor, Tensor]]
-"""Keys and values of every layer."""
 
 
 class _Arguments:
@@ -99,7 +96,9 @@ def windows_of_program(program: Any, config: PreTrainedConfig) -> Mapping[int, i
     return known.windows
 
 
-def run_step(program: Any, inputs: Mapping[str, Tensor], past: list[Tensor], cross: Pairs) -> tuple[Tensor, Pairs]:
+def run_step(
+    program: Any, inputs: Mapping[str, Tensor], past: list[Tensor], cross: KeyValues
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Run the program of a decoder, and return logits, and keys and values of the new tokens.
 
     Where its arguments and results are known to be flat lists, they are neither flattened nor nested again, which
@@ -115,7 +114,7 @@ def run_step(program: Any, inputs: Mapping[str, Tensor], past: list[Tensor], cro
     if not (known.order and list(inputs) == known.names and runs_now(program)):
         logits, new = program(inputs, pairs_of(past), *[cross] * bool(cross))
         return logits, new
-    held = [*past, *_tensors_of(cross)]
+    held = [*past, *tensors_of(cross)]
     logits, *new = program.results([inputs[one] if isinstance(one, str) else held[one] for one in known.order])
     return logits, pairs_of(new)
 
@@ -127,7 +126,7 @@ def runs_now(program: Any) -> bool:
 
 
 def run_growing_step(
-    program: Any, inputs: Mapping[str, Tensor], cache: Cache, cross: Pairs, windows: Mapping[int, int]
+    program: Any, inputs: Mapping[str, Tensor], cache: Cache, cross: KeyValues, windows: Mapping[int, int]
 ) -> Tensor | None:
     """Run the program of a decoder for tokens behind those of a cache, append their keys and values, and return logits.
 
@@ -148,7 +147,7 @@ def run_growing_step(
         return None
     if [block.memory.dtype for block in memory.blocks] != calls.dtypes:
         return None
-    others: dict[str | int, Tensor] = dict(enumerate(_tensors_of(cross), len(known.types[1])))
+    others: dict[str | int, Tensor] = dict(enumerate(tensors_of(cross), len(known.types[1])))
     others.update(inputs)
     given = [others[one] for one in known.order if one in others]
     read = [block.last(memory.tokens, windows.get(block.places[0] // 2)) for block in memory.blocks]
@@ -157,13 +156,9 @@ def run_growing_step(
     return logits
 
 
-def pairs_of(tensors: list[Tensor]) -> Pairs:
+def pairs_of(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return keys and values of each layer, from one list of all."""
     return list(zip(tensors[::2], tensors[1::2], strict=True))
-
-
-def _tensors_of(pairs: Pairs) -> list[Tensor]:
-    return [tensor for pair in pairs for tensor in pair]
 
 
 def input_names(program: Any) -> list[str]:

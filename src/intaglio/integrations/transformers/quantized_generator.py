@@ -34,7 +34,6 @@ from intaglio.integrations.transformers.folders import (
     write_programs,
 )
 from intaglio.integrations.transformers.program_arguments import (
-    Pairs,
     input_names,
     run_growing_step,
     run_step,
@@ -62,8 +61,9 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
 
     One program computes the decoder, for a prompt as well as for one new token: it takes new tokens and the keys and
     values before them, which may be none, and returns logits and the new keys and values. These are kept in the caches
-    of the library, in float32. Encoder-decoders have a program for the encoder too, and one for the keys and values of
-    cross-attention. `generate`, pipelines and direct calls work as with the float model, whose class is a base class.
+    of the library, in float32 or in int8. Encoder-decoders have a program for the encoder too, and one for the keys
+    and values of cross-attention. `generate`, pipelines and direct calls work as with the float model, whose class is a
+    base class.
 
     Attributes:
         programs: the programs by name, each a `QuantizedModel`: "decoder", "encoder" and "cross_attention".
@@ -151,7 +151,9 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             logits = self._run_step(own, windows, [], inputs)
         return logits if keeps else kept_logits(logits, kept)
 
-    def _run_step(self, cache: Cache, windows: Mapping[int, int], cross: Pairs, inputs: dict[str, Tensor]) -> Tensor:
+    def _run_step(
+        self, cache: Cache, windows: Mapping[int, int], cross: decoder_cache.KeyValues, inputs: dict[str, Tensor]
+    ) -> Tensor:
         """Run the program of the decoder for the tokens behind those of a cache, append their keys and values, and
         return logits.
         """
