@@ -22,6 +22,7 @@ from support.generators import (
     library,
     quantized,
 )
+from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
 
 
@@ -44,14 +45,45 @@ def test_several_tokens_can_follow_a_past():
     assert torch.equal(int8_model(ids[:, 4:], past_key_values=past).logits, int8_model(ids).logits[:, 4:])
 
 
-def test_logits_are_close_to_those_of_the_float_model_without_positions_too():
-    model, int8_model, _ = quantized("llama")
-    inputs = batch("llama", padding=3, seed=8)
+NUMBERINGS = [("llama", "tokens"), ("roberta", PAD)]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbering"), [*NUMBERINGS, *slow_params(("gpt2", "tokens"), ("opt", "mask"), reason="each is compiled")]
+)
+def test_tokens_are_numbered_as_in_the_float_model(name, numbering):
+    model, int8_model, _ = quantized(name)
+    assert int8_model.numbering == numbering
+    inputs = batch(name, padding=3, seed=8)
+    rows = inputs["attention_mask"].bool()
+    inputs["input_ids"][1, 4] = PAD
     with torch.no_grad():
         wanted = model(**inputs).logits
-    rows = inputs["attention_mask"].bool()
-    error = (int8_model(**inputs).logits - wanted)[rows]
-    assert error.square().mean() < 1e-2 * wanted[rows].square().mean()
+    found = int8_model(**inputs).logits
+    assert (found - wanted)[rows].square().mean() < 1e-2 * wanted[rows].square().mean()
+    assert (model(inputs["input_ids"]).logits - int8_model(inputs["input_ids"]).logits).square().mean() < 1e-2 * (
+        wanted.square().mean()
+    )
+
+
+def test_a_step_numbers_tokens_behind_those_of_the_cache():
+    int8_model = quantized("roberta")[1]
+    ids = batch("roberta")["input_ids"]
+    past = int8_model(ids[:, :5]).past_key_values
+    assert torch.equal(int8_model(ids[:, 5:], past_key_values=past).logits, int8_model(ids).logits[:, 5:])
+
+
+def test_calls_need_positions_if_those_of_the_float_model_are_not_understood():
+    model = float_model("roberta")
+    embeddings = model.roberta.embeddings
+    own = type(embeddings).create_position_ids_from_input_ids
+    embeddings.create_position_ids_from_input_ids = lambda *args: own(*args).flip(1)
+    int8_model = intaglio.quantize(model, calibration("roberta"), recipe=UNCORRECTED, progress=False)
+    inputs = batch("roberta")
+    with pytest.raises(InputError, match=r"(?s)has no positions.*pass the positions"):
+        int8_model(**inputs)
+    assert int8_model(**inputs, position_ids=torch.arange(12)).logits.shape == (4, 12, VOCABULARY)
+    assert generated(int8_model, inputs).shape[1] > 12
 
 
 GREEDY, BEAMS, SAMPLED = {}, {"num_beams": 3}, {"do_sample": True, "top_k": 10}
@@ -167,7 +199,7 @@ def test_folders_keep_the_programs_and_the_configurations(tmp_path):
     inputs = batch("llama", 2, 7)
     assert type(found) is type(int8_model)
     assert torch.equal(generated(found, inputs), generated(int8_model, inputs))
-    (tmp_path / "programs.json").write_text('{"programs": ["other"], "counts_padding": true}')
+    (tmp_path / "programs.json").write_text('{"programs": ["other"], "numbering": "tokens"}')
     with pytest.raises(ArtifactError, match="does not list the programs"):
         from_pretrained(tmp_path)
 

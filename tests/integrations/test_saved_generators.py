@@ -30,7 +30,7 @@ def test_a_file_keeps_programs_class_and_configurations(name, kept, tmp_path):
     for found in (intaglio.load(tmp_path / "model.intaglio"), from_pretrained(tmp_path / "model.intaglio", trust=True)):
         assert type(found) is type(int8_model)
         assert found.generation_config.to_dict() == int8_model.generation_config.to_dict()
-        assert found.counts_padding == int8_model.counts_padding
+        assert found.numbering == int8_model.numbering
         assert found.fingerprint() == int8_model.fingerprint()
         assert torch.equal(generated(found, inputs, num_beams=2), generated(int8_model, inputs, num_beams=2))
 
@@ -39,7 +39,7 @@ def test_fingerprints_tell_models_that_generate_apart():
     plain, other = quantized("llama", "float")[1], quantized("llama", "int8")[1]
     assert plain.fingerprint() != other.fingerprint()
     counting = copy.copy(plain)
-    counting.counts_padding = not plain.counts_padding
+    counting.numbering = "mask"
     assert counting.fingerprint() != plain.fingerprint()
     assert intaglio.report(None, plain, calls=0).data.run.fingerprint == plain.fingerprint()
 
@@ -72,7 +72,12 @@ def changed(path, manifest=None, **members):
         ({"config.json": b"[]"}, "not a JSON object"),
         ({"config.json": b'{"architectures": ["os"]}'}, "pass model_class="),
         ({"manifest": {"generator": 3}}, "does not list the programs"),
-        ({"manifest": {"generator": {"programs": ["other"], "counts_padding": True}}}, "does not list the programs"),
+        ({"manifest": {"generator": {"programs": ["other"], "numbering": "mask"}}}, "does not list the programs"),
+        ({"manifest": {"generator": {"programs": ["decoder"], "numbering": "other"}}}, "does not list the programs"),
+        ({"manifest": {"generator": {"programs": ["decoder"], "numbering": True}}}, "does not list the programs"),
+        ({"manifest": {"generator": {"programs": ["decoder"], "numbering": []}}}, "does not list the programs"),
+        ({"manifest": {"generator": {"programs": ["decoder"], "counts_padding": []}}}, "does not list the programs"),
+        ({"manifest": {"generator": {"programs": ["decoder"]}}}, "does not list the programs"),
     ],
     ids=str,
 )
@@ -81,6 +86,13 @@ def test_damaged_and_forged_files_are_errors(change, said, tmp_path):
     changed(tmp_path / "model.intaglio", **change)
     with pytest.raises(ArtifactError, match=said):
         intaglio.load(tmp_path / "model.intaglio")
+
+
+@pytest.mark.parametrize(("counts", "numbering"), [(True, "tokens"), (False, "mask")])
+def test_files_of_earlier_versions_say_whether_padding_counts(counts, numbering, tmp_path):
+    quantized("llama")[1].save(tmp_path / "model.intaglio")
+    changed(tmp_path / "model.intaglio", {"generator": {"programs": ["decoder"], "counts_padding": counts}})
+    assert intaglio.load(tmp_path / "model.intaglio").numbering == numbering
 
 
 def test_files_of_other_kinds_name_the_function_to_call(tmp_path):

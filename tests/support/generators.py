@@ -44,6 +44,7 @@ MODELS = {
         },
     ),
     "opt": ("OPTForCausalLM", {**WIDE, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
+    "roberta": ("RobertaForCausalLM", {**WIDE, "is_decoder": True, "max_position_embeddings": 64}),
     "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}),
     "bart": ("BartForConditionalGeneration", {**PAIR, "forced_eos_token_id": None}),
     "whisper": ("WhisperForConditionalGeneration", {**PAIR, "num_mel_bins": 16, "max_source_positions": 20}),

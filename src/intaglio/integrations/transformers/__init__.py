@@ -104,7 +104,7 @@ def from_pretrained(
         from intaglio.integrations.transformers.quantized_generator import generator_with_surface
 
         programs = {name: loaded(program_file(name)) for name in found.names}
-        return generator_with_surface(programs, found.counts_padding, kind, config, generation)
+        return generator_with_surface(programs, found.numbering, kind, config, generation)
     return with_surface(loaded(MODEL_FILE), kind, config, generation)
 
 
@@ -148,4 +148,4 @@ def opened_generator(
         )
         for name in found.names
     }
-    return generator_with_surface(programs, found.counts_padding, kind, config, generation)
+    return generator_with_surface(programs, found.numbering, kind, config, generation)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from transformers import PreTrainedModel
 
-from intaglio.errors import CalibrationError
+from intaglio.errors import CalibrationError, InputError
 from intaglio.integrations.transformers.cached_steps import (
     EXAMPLE_BATCH,
     EXAMPLE_NEW,
@@ -19,6 +19,7 @@ from intaglio.integrations.transformers.cached_steps import (
     StepNames,
 )
 from intaglio.integrations.transformers.decoder_cache import KeyValues
+from intaglio.integrations.transformers.folders import Numbering
 from intaglio.quant.calibrate.batches import batches, binder_for
 
 StepCall = tuple[Any, ...]
@@ -37,6 +38,29 @@ class DecoderTokens:
 def padded_positions(mask: Tensor) -> Tensor:
     """Return the positions of tokens that `generate` uses: padding does not count, and has position 0."""
     return (mask.long().cumsum(1) - 1).masked_fill(mask == 0, 0)
+
+
+def own_positions(numbering: Numbering, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return the positions of tokens in a call without positions, int64 [batch, new].
+
+    Args:
+        numbering: what is counted.
+        tokens: the new tokens [batch, new].
+        mask: padding mask of earlier and new tokens [batch, earlier + new].
+
+    Raises:
+        InputError: it is not known what is counted.
+    """
+    start = mask.shape[1] - tokens.shape[1]
+    if numbering == "tokens":
+        return torch.arange(start, mask.shape[1]).expand(tokens.shape)
+    if numbering == "mask":
+        return padded_positions(mask)[:, start:]
+    if numbering is None:
+        problem = "it has no positions, which the float model computes in a way that is not known"
+        raise InputError("call", None, problem, remedy="pass the positions of the tokens")
+    kept = tokens != numbering
+    return (kept.long().cumsum(1) + start).masked_fill(~kept, 0) + numbering
 
 
 class UserCalls:

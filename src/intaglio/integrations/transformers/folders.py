@@ -6,7 +6,7 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from intaglio.errors import ArtifactError
 from intaglio.output_paths import check_folder, read_text, write_text
@@ -101,17 +101,27 @@ def configs_of(
     return kind, config, generation_config
 
 
+Numbering = Literal["tokens", "mask"] | int | None
+"""What a model counts to number the tokens of calls without positions.
+
+* ``"tokens"``: all tokens from 0 on, padding too;
+* ``"mask"``: the tokens that the padding mask keeps, from 0 on; padding has position 0;
+* the id of the padding token: the other tokens, from one above this id on, as RoBERTa does; padding has it as position;
+* ``None``: something else, so calls without positions are refused.
+"""
+
+
 @dataclass(frozen=True)
 class ProgramList:
     """The programs in the folder of a model with a cache.
 
     Attributes:
         names: names of the programs.
-        counts_padding: see `QuantizedGenerator`.
+        numbering: see `QuantizedGenerator`.
     """
 
     names: tuple[str, ...]
-    counts_padding: bool
+    numbering: Numbering
 
 
 def program_file(name: str) -> str:
@@ -121,7 +131,7 @@ def program_file(name: str) -> str:
 
 def entries_of(programs: ProgramList) -> dict[str, Any]:
     """Return a list of programs as JSON entries."""
-    return {"programs": programs.names, "counts_padding": programs.counts_padding}
+    return {"programs": programs.names, "numbering": programs.numbering}
 
 
 def write_programs(folder: Path, programs: ProgramList) -> None:
@@ -142,10 +152,13 @@ def read_programs(folder: Path) -> ProgramList | None:
 def programs_of(path: Path, entries: Any) -> ProgramList:
     """Return the list of programs from its JSON entries. Raise `ArtifactError` if it is malformed."""
     entries = entries if isinstance(entries, dict) else {}
-    names, counts = entries.get("programs"), entries.get("counts_padding")
-    if names not in [list(known) for known in PROGRAM_NAMES] or not isinstance(counts, bool):
+    names, numbering, counts = entries.get("programs"), entries.get("numbering", ""), entries.get("counts_padding")
+    if "numbering" not in entries and isinstance(counts, bool):  # a file of an earlier version
+        numbering = "tokens" if counts else "mask"
+    known = numbering in ("tokens", "mask", None) or type(numbering) is int
+    if names not in [list(one) for one in PROGRAM_NAMES] or not known:
         raise ArtifactError(str(path), None, "it does not list the programs of a model", remedy=OTHER_FOLDER)
-    return ProgramList(tuple(names), counts)
+    return ProgramList(tuple(names), numbering)
 
 
 def _entries(path: Path) -> dict[str, Any]:

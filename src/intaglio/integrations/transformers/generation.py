@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from intaglio.integrations import Quantize
@@ -19,10 +20,10 @@ from intaglio.integrations.transformers.calibration_calls import (
     UserCalls,
     decoder_tokens,
     example_tokens,
-    padded_positions,
+    own_positions,
 )
 from intaglio.integrations.transformers.float_programs import CLOSE, OTHER_ARGUMENTS, FloatPrograms
-from intaglio.integrations.transformers.folders import PROGRAM_NAMES
+from intaglio.integrations.transformers.folders import PROGRAM_NAMES, Numbering
 from intaglio.integrations.transformers.quantized_generator import (
     QuantizedGenerator,
     generator_with_surface,
@@ -77,20 +78,35 @@ def quantize_generator(model: PreTrainedModel, data: Any, quantize: Quantize) ->
     source = FloatPrograms.of(model, calls)
     found = {name: quantize(one.module, one.calls, one.example) for name, one in source.programs(calls).items()}
     programs = {name: found[name] for name in PROGRAM_NAMES[-1] if name in found}
-    counts = _counts_padding(model, source.names, source.first)
-    return generator_with_surface(programs, counts, type(model), model.config, model.generation_config)
+    numbering = _numbering(model, source.names, source.first)
+    return generator_with_surface(programs, numbering, type(model), model.config, model.generation_config)
 
 
-def _counts_padding(model: PreTrainedModel, names: StepNames, call: Mapping[str, Any]) -> bool:
-    """Return whether padding counts in the positions that the float model computes from a mask."""
+def _numbering(model: PreTrainedModel, names: StepNames, call: Mapping[str, Any]) -> Numbering:
+    """Return what the float model counts to number the tokens of calls without positions.
+
+    It is the first one with which the float model has the same logits with and without positions, for tokens of which
+    some are masked and some are the padding token.
+    """
     if names.positions is None or names.mask is None or model.config.is_encoder_decoder:
-        return True
+        return "tokens"
     given = example_tokens(decoder_tokens(model, names, call))
     mask = given.mask.clone()
     mask[0, :2] = 0
-    shared = {names.tokens: given.tokens, names.mask: mask, "use_cache": False}
-    with torch.no_grad():
-        own = model(**shared).logits
-        other = model(**shared, **{names.positions: padded_positions(mask)}).logits
-    rows = mask.bool()
-    return bool((own - other)[rows].abs().max() > CLOSE * own[rows].abs().max())
+    kept = mask.bool()
+    embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    padding_ids = {one.padding_idx for one in embeddings if one.padding_idx is not None}
+    for padding_id in [*sorted(padding_ids)] or [None]:
+        tokens = given.tokens.clone()
+        if padding_id is not None:
+            tokens[:, 1] = padding_id
+        shared = {names.tokens: tokens, names.mask: mask, "use_cache": False}
+        with torch.no_grad():
+            own = model(**shared).logits[kept]
+            for numbering in ("tokens", "mask", padding_id):
+                if numbering is not None:
+                    positions = own_positions(numbering, tokens, mask)
+                    other = model(**shared, **{names.positions: positions}).logits[kept]
+                    if (own - other).abs().max() <= CLOSE * own.abs().max():
+                        return numbering
+    return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from intaglio.errors import InputError
 from intaglio.integrations.transformers.cache_memory import memory_for
 from intaglio.integrations.transformers.decoder_cache import KeyValues, tensors_of, windows_of
 from intaglio.ir import Signature, TensorType
@@ -164,3 +165,18 @@ def pairs_of(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
 def input_names(program: Any) -> list[str]:
     """Return the keys of the dictionary that a program takes as first argument."""
     return _arguments_of(program).names
+
+
+def check_ignorable(given: Mapping[str, Any], places: range) -> None:
+    """Raise `InputError` if an argument that no program takes would change the result.
+
+    Earlier releases of the library pass the places of new tokens in the cache, which its length says too.
+    """
+    for name, value in given.items():
+        if not isinstance(value, Tensor) and not value:
+            continue
+        if name == "cache_position" and isinstance(value, Tensor) and value.tolist() == [*places]:
+            continue
+        shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        problem = f"it is {shown:.60}, which the programs of this model do not take"
+        raise InputError(f"argument '{name}'", None, problem, remedy=f"leave {name} out")

@@ -22,18 +22,20 @@ from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import InputError
 from intaglio.integrations.transformers import decoder_cache
 from intaglio.integrations.transformers.cached_steps import LOGITS_TO_KEEP, StepNames, names_of
-from intaglio.integrations.transformers.calibration_calls import UserCalls, padded_positions
+from intaglio.integrations.transformers.calibration_calls import UserCalls, own_positions
 from intaglio.integrations.transformers.float_programs import FloatPrograms
 from intaglio.integrations.transformers.folders import (
     CROSS,
     DECODER,
     ENCODER,
+    Numbering,
     ProgramList,
     program_file,
     write_configs,
     write_programs,
 )
 from intaglio.integrations.transformers.program_arguments import (
+    check_ignorable,
     input_names,
     run_growing_step,
     run_step,
@@ -67,15 +69,15 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
 
     Attributes:
         programs: the programs by name, each a `QuantizedModel`: "decoder", "encoder" and "cross_attention".
-        counts_padding: whether padding counts in the positions of tokens in calls without positions, as in the float
-            model. `generate` always passes positions, in which it does not count.
+        numbering: what is counted to number the tokens of calls without positions, as in the float model. `generate`
+            always passes positions, in which padding does not count.
     """
 
     programs: nn.ModuleDict
 
-    def __init__(self, programs: Mapping[str, QuantizedModel], counts_padding: bool) -> None:
+    def __init__(self, programs: Mapping[str, QuantizedModel], numbering: Numbering) -> None:
         nn.Module.__init__(self)
-        self.programs, self.counts_padding = nn.ModuleDict(programs), counts_padding
+        self.programs, self.numbering = nn.ModuleDict(programs), numbering
         self._clipping = ClippingMonitor()
         for program in programs.values():
             program.share_clipping(self._clipping)
@@ -131,15 +133,13 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         inputs = {"tokens": tokens, "mask": mask[:, start:], "past_mask": mask[:, :start]}
         if names.positions:
             positions = given.pop(names.positions, None)
-            if positions is None and (padding is None or self.counts_padding):
-                positions = torch.arange(start, length)
-            elif positions is None:
-                positions = padded_positions(mask)[:, start:]
+            if positions is None:
+                positions = own_positions(self.numbering, tokens, mask)
             inputs["positions"] = positions.expand(tokens.shape)
         if keeps := "kept" in input_names(program):
             inputs["kept"] = kept_tokens(tokens.shape[1], kept)
         encoder_mask = None if hidden is None else given.pop("attention_mask", None)
-        _check_ignorable(given, range(start, length))
+        check_ignorable(given, range(start, length))
         if hidden is not None:
             if "encoder_mask" in input_names(program):
                 ones = torch.ones(hidden.shape[:2], dtype=torch.long)
@@ -235,7 +235,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         """
         check_file(path)
         float_class, configs = self.float_class, (self.config, self.generation_config)
-        write_generator(Path(path), self.named_programs(), self.counts_padding, float_class, *configs, library)
+        write_generator(Path(path), self.named_programs(), self.numbering, float_class, *configs, library)
 
     @check_arguments
     def save_pretrained(self, save_directory: str | Path) -> None:
@@ -254,7 +254,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         write_configs(folder, self.float_class.__name__, self.config, self.generation_config)
         for name, program in self.named_programs().items():
             program.save(folder / program_file(name))
-        write_programs(folder, ProgramList(tuple(self.programs), self.counts_padding))
+        write_programs(folder, ProgramList(tuple(self.programs), self.numbering))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_structure"}
@@ -274,7 +274,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         `QuantizedModel.fingerprint` does: the programs, and how positions are counted. The configurations do not count.
         """
         programs = {name: program.fingerprint() for name, program in self.named_programs().items()}
-        return fingerprint_of_programs(programs, counts_padding=self.counts_padding)
+        return fingerprint_of_programs(programs, numbering=self.numbering)
 
     def named_programs(self) -> dict[str, QuantizedModel]:
         """Return the programs by name, as a dictionary."""
@@ -359,13 +359,13 @@ class _Encoder(nn.Module):
 
 def generator_with_surface(
     programs: Mapping[str, QuantizedModel],
-    counts_padding: bool,
+    numbering: Numbering,
     float_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     generation_config: GenerationConfig | None,
 ) -> QuantizedGenerator:
     """Return a generator with these programs and the surface of a class of ``transformers``."""
-    generator: QuantizedGenerator = quantized_class(QuantizedGenerator, float_class)(programs, counts_padding)
+    generator: QuantizedGenerator = quantized_class(QuantizedGenerator, float_class)(programs, numbering)
     generator.keep_configuration(config, generation_config)
     return generator
 
@@ -383,18 +383,3 @@ def _output_class(float_class: type[PreTrainedModel]) -> tuple[Any, str | None]:
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
     found: Any = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput))
     return found, decoder_cache.cache_name(field.name for field in fields(found))
-
-
-def _check_ignorable(given: Mapping[str, Any], places: range) -> None:
-    """Raise `InputError` if an argument that no program takes would change the result.
-
-    Earlier releases of the library pass the places of new tokens in the cache, which its length says too.
-    """
-    for name, value in given.items():
-        if not isinstance(value, Tensor) and not value:
-            continue
-        if name == "cache_position" and isinstance(value, Tensor) and value.tolist() == [*places]:
-            continue
-        shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        problem = f"it is {shown:.60}, which the programs of this model do not take"
-        raise InputError(f"argument '{name}'", None, problem, remedy=f"leave {name} out")

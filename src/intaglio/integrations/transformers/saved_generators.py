@@ -13,6 +13,7 @@ from intaglio.integrations.transformers.folders import (
     CONFIG_FILE,
     GENERATION_FILE,
     Configs,
+    Numbering,
     ProgramList,
     config_text,
     configs_of,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 def write_generator(
     path: Path,
     programs: Mapping[str, QuantizedModel],
-    counts_padding: bool,
+    numbering: Numbering,
     float_class: type[Any],
     config: PreTrainedConfig,
     generation_config: GenerationConfig | None,
@@ -45,7 +46,7 @@ def write_generator(
             file = Path(folder) / program_file(name)
             program.save(file, library=library)
             members[file.name] = file.read_bytes()
-    listed = entries_of(ProgramList(tuple(programs), counts_padding))
+    listed = entries_of(ProgramList(tuple(programs), numbering))
     write(path, {"intaglio": package.VERSION, GENERATOR_ENTRY: listed}, members)
 
 

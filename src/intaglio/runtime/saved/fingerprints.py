@@ -58,17 +58,17 @@ def fingerprint_of(
 
 
 def fingerprint_of_programs(
-    programs: Mapping[str, str], tensors: Mapping[str, torch.Tensor] | None = None, counts_padding: bool = False
+    programs: Mapping[str, str], tensors: Mapping[str, torch.Tensor] | None = None, numbering: str | int | None = None
 ) -> str:
     """Return the SHA-256 digest of what determines the results of a model that has several programs.
 
     Args:
         programs: fingerprints of the programs, by name.
         tensors: tensors of the float rest of the model, by name.
-        counts_padding: whether padding counts in the positions of tokens.
+        numbering: what is counted to number tokens, in models that generate.
     """
     total = hashlib.sha256(f"{FINGERPRINT_FORMAT} of programs".encode())
-    total.update(to_json([sorted(programs.items()), counts_padding]))
+    total.update(to_json([sorted(programs.items()), numbering]))
     for name, tensor in sorted((tensors or {}).items()):
         array = _bytes_of(tensor)
         total.update(f"{name} {len(array)}\n".encode())
