@@ -95,8 +95,8 @@ def _numbering(model: PreTrainedModel, names: StepNames, call: Mapping[str, Any]
     mask[0, :2] = 0
     kept = mask.bool()
     embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
-    padding_ids = {one.padding_idx for one in embeddings if one.padding_idx is not None}
-    for padding_id in [*sorted(padding_ids)] or [None]:
+    padding_ids: set[int | None] = {one.padding_idx for one in embeddings if one.padding_idx is not None}
+    for padding_id in padding_ids or {None}:
         tokens = given.tokens.clone()
         if padding_id is not None:
             tokens[:, 1] = padding_id
