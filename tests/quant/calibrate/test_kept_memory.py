@@ -3,7 +3,7 @@
 import pytest
 
 from intaglio.quant.calibrate import kept_memory
-from intaglio.quant.calibrate.kept_memory import KEEPING_FREED, RETURNING_FREED
+from intaglio.quant.calibrate.kept_memory import KEEPING_FREED, LEAST_MEMORY, RETURNING_FREED
 
 
 class Library:
@@ -41,7 +41,26 @@ def test_only_the_outermost_block_changes_the_allocator(library):
     assert library.calls == [*KEEPING_FREED.items(), *RETURNING_FREED.items(), ("trim", 0)]
 
 
+def test_blocks_within_others_can_return_memory(library):
+    keeping, least, trimmed = [*KEEPING_FREED.items()], [*LEAST_MEMORY.items()], ("trim", 0)
+
+    def inner():
+        with kept_memory.returned_memory(), kept_memory.kept_memory():
+            assert library.calls == [*keeping, *least, trimmed]
+            raise ValueError("stop")
+
+    with kept_memory.kept_memory():
+        with pytest.raises(ValueError, match="stop"):
+            inner()
+        assert library.calls == [*keeping, *least, trimmed, *keeping]
+    assert library.calls == [*keeping, *least, trimmed, *keeping, *RETURNING_FREED.items(), trimmed]
+    library.calls.clear()
+    with kept_memory.returned_memory():
+        pass
+    assert library.calls == [*least, *RETURNING_FREED.items()]
+
+
 def test_other_c_libraries_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(kept_memory, "_c_library", lambda: None)
-    with kept_memory.kept_memory():
+    with kept_memory.kept_memory(), kept_memory.returned_memory():
         pass

@@ -47,7 +47,9 @@ def test_scales_multiples_and_weights_are_those_of_the_reference_implementation(
         expected = numerics.symmetric_scale(np.abs(weight).max(1), kind.qmax)
     steps = expected[:, None] * multiples.astype(np.float32)
     np.testing.assert_array_equal(scales, expected)
-    np.testing.assert_array_equal(np.broadcast_to(grid.steps, weight.shape), np.broadcast_to(steps, weight.shape))
+    np.testing.assert_array_equal(
+        np.broadcast_to(grid.steps(weight.shape), weight.shape), np.broadcast_to(steps, weight.shape)
+    )
     np.testing.assert_array_equal(quantized, numerics.quantize(weight, steps, 0, *bounds))
     np.testing.assert_array_equal(stored, (quantized * multiples).astype(np.int8))
 

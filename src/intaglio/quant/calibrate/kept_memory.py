@@ -20,12 +20,14 @@ KEEPING_FREED = {TRIM_THRESHOLD: -1, TOP_PAD: 1 << 26, MMAP_MAX: 0}
 """Values with which blocks of any size are taken from the heap, and the heap does not shrink."""
 RETURNING_FREED = {TRIM_THRESHOLD: 1 << 26, TOP_PAD: 1 << 17, MMAP_MAX: 1 << 16, MMAP_THRESHOLD: 1 << 25}
 """Values that the C library uses itself in a process that has freed large tensors."""
+LEAST_MEMORY = {TRIM_THRESHOLD: 1 << 20, TOP_PAD: 1 << 17, MMAP_MAX: 1 << 16, MMAP_THRESHOLD: 1 << 20}
+"""Values with which all but small tensors are returned at once, instead of leaving gaps in the heap."""
 
 
 class _Users:
-    """Number of blocks that keep memory."""
+    """Number of blocks that keep memory, and of those that return it."""
 
-    lock, count = threading.Lock(), 0
+    lock, keeping, returning = threading.Lock(), 0, 0
 
 
 @contextmanager
@@ -40,11 +42,28 @@ def kept_memory() -> Iterator[None]:
     if library is None:
         yield
         return
-    _count(library, 1)
+    _count(library, keeping=1)
     try:
         yield
     finally:
-        _count(library, -1)
+        _count(library, keeping=-1)
+
+
+@contextmanager
+def returned_memory() -> Iterator[None]:
+    """Let the C library return freed memory to the system in this block, also within a block that keeps it.
+
+    Where a few tensors take more memory than all others, the heap that keeps them has twice as much as they need.
+    """
+    library = _c_library()
+    if library is None:
+        yield
+        return
+    _count(library, returning=1)
+    try:
+        yield
+    finally:
+        _count(library, returning=-1)
 
 
 def collect_large(tensors: Iterable[torch.Tensor]) -> None:
@@ -72,13 +91,19 @@ def _c_library() -> ctypes.CDLL | None:
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
-def _count(library: ctypes.CDLL, added: int) -> None:
-    """Let one block more or less keep memory."""
+def _count(library: ctypes.CDLL, keeping: int = 0, returning: int = 0) -> None:
+    """Let one block more or less keep or return memory."""
     with _Users.lock:
-        before, _Users.count = _Users.count, _Users.count + added
-        if before and _Users.count:
+        before = _values()
+        _Users.keeping, _Users.returning = _Users.keeping + keeping, _Users.returning + returning
+        if (values := _values()) is before:
             return
-        for parameter, value in (KEEPING_FREED if _Users.count else RETURNING_FREED).items():
+        for parameter, value in values.items():
             library.mallopt(parameter, value)
-        if not _Users.count:
+        if before is KEEPING_FREED:
             library.malloc_trim(0)
+
+
+def _values() -> dict[int, int]:
+    """Return the parameters for the blocks that there are now."""
+    return LEAST_MEMORY if _Users.returning else KEEPING_FREED if _Users.keeping else RETURNING_FREED

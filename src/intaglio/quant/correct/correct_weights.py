@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from intaglio.progress import report_progress
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.kept_memory import kept_memory, return_freed
+from intaglio.quant.calibrate.kept_memory import kept_memory, returned_memory
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.biases import annotated_with_biases, output_errors, with_needed_biases
@@ -104,9 +105,8 @@ def correct(
     done = 0
     while corrected and (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
         report_progress("correct", done, count, origin(region.anchor).path)
-        if takes_much_memory(region):
-            return_freed()
-        corrector.correct_region(region)
+        with returned_memory() if takes_much_memory(region) else nullcontext():
+            corrector.correct_region(region)
         done += 1
         if done == count:  # Nothing reads the results of the last layer, which may be logits of a large vocabulary.
             break

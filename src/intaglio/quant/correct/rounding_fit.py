@@ -78,22 +78,21 @@ def round_weight(region: Region, given: WeightRows, site: Site, q: QParams, part
         parts: moments of parts of the samples.
     """
     assert region.setting.rounding is not None  # A decided recipe always has a rounding method.
+    quantized = np.empty_like(given.quantized)  # Small arrays would keep freed memory between them from the system.
     found = []
     for rows in given.blocks(region):
         block = given.part(rows)
         own = q if len(q.scales) == 1 else replace(q, scale=q.scales[rows], zero_point=q.zeros[rows])
         fit = RoundingFit(region, block.weight, site, own, block.grid, region.setting.rounding)
         chosen = fit.validated(parts)
-        quantized = chosen.grid.narrow(chosen.quantized.reshape(block.weight.shape).numpy())
-        done = WeightRows(block.weight, chosen.grid, quantized)
-        found.append(FittedRows(chosen.qparams, done, parts.errors(fit.rows), chosen.error, chosen.nearest_error))
-    if len(found) == 1:
-        return found[0]
-    if len(q.scales) > 1:
-        scales, zeros = (sum((getattr(one.qparams, name) for one in found), ()) for name in ("scales", "zeros"))
-        q = replace(q, scale=scales, zero_point=zeros)
-    sums = (sum(getattr(one, name) for one in found) for name in ("signal", "error", "nearest_error"))
-    return FittedRows(q, given.joined([one.rows for one in found]), *sums)
+        quantized[rows] = chosen.quantized.reshape(block.weight.shape).numpy()
+        found.append((chosen.qparams, chosen.grid, parts.errors(fit.rows), chosen.error, chosen.nearest_error))
+    qparams, grids, *errors = zip(*found, strict=True)
+    fitted = qparams[0]
+    if len(qparams) > 1 and len(fitted.scales) > 1:
+        scales, zeros = (sum((getattr(one, name) for one in qparams), ()) for name in ("scales", "zeros"))
+        fitted = replace(q, scale=scales, zero_point=zeros)
+    return FittedRows(fitted, given.joined(quantized, grids), *map(sum, errors))
 
 
 @dataclass(frozen=True)

@@ -42,18 +42,14 @@ class WeightRows:
         """Return some rows."""
         if rows == slice(0, len(self.weight)):
             return self
-        grid = self.grid.map(lambda values: values[rows] if len(values) == len(self.weight) else values)
-        return WeightRows(self.weight[rows], grid, self.quantized[rows])
+        return WeightRows(self.weight[rows], self.grid.part(rows), self.quantized[rows])
 
-    def joined(self, parts: Sequence[WeightRows]) -> WeightRows:
-        """Return this weight with the quantized values of its parts, and with their grids if they have others."""
-        quantized = np.concatenate([part.quantized for part in parts])
-        if all(np.may_share_memory(part.grid.steps, self.grid.steps) for part in parts):
+    def joined(self, quantized: np.ndarray, grids: Sequence[WeightGrid]) -> WeightRows:
+        """Return this weight with other quantized values, and with the grids of its blocks if they are others."""
+        if all(np.may_share_memory(grid.scales, self.grid.scales) for grid in grids):
             return replace(self, quantized=quantized)
-        steps = np.concatenate([part.grid.steps for part in parts])
-        return WeightRows(
-            self.weight, WeightGrid(steps, np.ones_like(steps, np.int8), self.grid.low, self.grid.high), quantized
-        )
+        scales = np.concatenate([grid.scales for grid in grids])
+        return WeightRows(self.weight, replace(self.grid, scales=scales), quantized)
 
     def lost(self, region: Region) -> torch.Tensor:
         """Return what rounding takes from the weight, float64 [groups, rows, k]."""
@@ -83,7 +79,7 @@ class WeightRows:
 def steps_by_group(region: Region, grid: WeightGrid, shape: tuple[int, ...], rows: slice = slice(None)) -> torch.Tensor:
     """Return the distances of quantized values of some rows of a weight of this shape, float64 [groups, rows, k], or
     [groups, rows, 1] if each row has one."""
-    steps = grid.steps
+    steps = grid.steps(shape)
     if steps.size not in (1, shape[0]) or any(size != 1 for size in steps.shape[1:]):
         return by_group(region, np.broadcast_to(steps, shape), rows)
     return by_group(region, np.broadcast_to(steps.reshape(-1, 1), (shape[0], 1)), rows)

@@ -23,7 +23,6 @@ from intaglio.quant.evaluation.byte_products import MOST_PRODUCTS
 from intaglio.quant.evaluation.stored_values import StoredValue, Track, ValueStore
 from intaglio.quant.evaluation.token_layers import TokenWeight, token_layer
 from intaglio.quant.qdq.qdq_rewriter import quantizing
-from intaglio.quant.qdq.row_blocks import by_row_blocks
 from intaglio.quant.qdq.weight_grid import WeightGrid
 from intaglio.quant.recipes.choices import ActivationMode, Role
 from intaglio.signature import TORCH_DTYPES
@@ -179,8 +178,7 @@ class LayerwiseEvaluation:
             kept = torch.from_numpy(grid.as_s8(quantized)), torch.tensor(q.scales, dtype=torch.float32)
             self.token_weights[node.name] = TokenWeight(*kept)
             return
-        values = by_row_blocks(lambda q, steps: (q * steps).astype(np.float32), quantized, grid.steps)
-        self.weights[node.name] = torch.from_numpy(values)
+        self.weights[node.name] = torch.from_numpy(grid.values(quantized))
 
     def drop_weight(self, node: fx.Node) -> None:
         """Let regions use the float weight again."""

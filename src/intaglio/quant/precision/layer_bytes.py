@@ -133,7 +133,7 @@ def _rounded_weight(annotations: Annotations, region: Region) -> torch.Tensor:
     site = annotations.by_value[node.name, Role.WEIGHT]
     rule = WeightScaleRule.of(region, site)
     grid = weight_grid(weight, rule(weight), site.record, 0, rule.axis or 0)
-    return torch.from_numpy(grid.nearest(weight) * grid.steps.astype(np.float64))
+    return torch.from_numpy(grid.nearest(weight) * grid.steps(weight.shape).astype(np.float64))
 
 
 def _notes(prepared: Prepared, split: Collection[Region]) -> tuple[str, ...]:

@@ -256,7 +256,7 @@ class FakeQuantizeWeight(nn.Module):
         scale, multiples = self.positive_scale(), None
         if site.group:
             grid = weight_grid(weight.detach().numpy(), scale.detach().numpy(), kind, site.group, axis)
-            multiples = torch.from_numpy(grid.multiples.astype(np.float32))
+            multiples = torch.from_numpy(grid.element_multiples(tuple(weight.shape)).astype(np.float32))
         shape = [1] * weight.dim()
         shape[axis] = len(scale)
         gradient_factor = lsq_gradient_factor(weight.numel() // len(scale), kind.qmax)

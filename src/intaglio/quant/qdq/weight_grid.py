@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,29 +22,46 @@ from intaglio.quant.recipes.settings import DEFAULT, Setting
 
 @dataclass(frozen=True)
 class WeightGrid:
-    """The values that the elements of a weight can take: ``q * steps`` with q in `low`..`high`.
+    """The values that the elements of a weight can take: ``q * scale * multiple`` with q in `low`..`high`.
 
     Rounding methods other than `nearest` choose other quantized values on the same grid.
 
     Attributes:
-        steps: channel scale times multiple, broadcastable to the weight.
-        multiples: multiple of each group, broadcastable to the weight; 1 without groups.
+        scales: the scales, broadcastable to the weight.
         low: lowest quantized value.
         high: highest quantized value.
+        multiples: multiple of each group of elements in a row, int8 [rows, groups], or ``None``: all are 1.
+        group: number of neighbours in a row that share a multiple.
     """
 
-    steps: FloatArray
-    multiples: NDArray[np.int8]
+    scales: FloatArray
     low: int
     high: int
+    multiples: NDArray[np.int8] | None = None
+    group: int = 0
+
+    def steps(self, shape: tuple[int, ...]) -> FloatArray:
+        """Return the distances of neighbouring values, broadcastable to a weight of this shape."""
+        return self.scales if self.multiples is None else self.scales * self.element_multiples(shape).astype(np.float32)
+
+    def element_multiples(self, shape: tuple[int, ...]) -> NDArray[np.int8]:
+        """Return the multiple of each element of a weight of this shape."""
+        assert self.multiples is not None
+        columns = math.prod(shape[1:])
+        return np.repeat(self.multiples, self.group, axis=1)[:, :columns].reshape(shape)
+
+    def part(self, rows: slice) -> WeightGrid:
+        """Return the grid of some rows of the weight."""
+        scales = self.scales[rows] if len(self.scales) > 1 else self.scales
+        return replace(self, scales=scales, multiples=None if self.multiples is None else self.multiples[rows])
 
     def nearest(self, weight: np.ndarray) -> NDArray[Any]:
         """Quantize a weight to the nearest values, ties to even."""
 
-        def quantized(weight: np.ndarray, steps: FloatArray) -> NDArray[Any]:
-            return self.narrow(numerics.quantize(weight, steps, 0, self.low, self.high))
+        def quantized(weight: np.ndarray, grid: WeightGrid) -> NDArray[Any]:
+            return self.narrow(numerics.quantize(weight, grid.steps(weight.shape), 0, self.low, self.high))
 
-        return by_row_blocks(quantized, weight, self.steps)
+        return self._by_row_blocks(quantized, weight)
 
     def narrow(self, quantized: np.ndarray) -> NDArray[Any]:
         """Return quantized values in the smallest signed integer type that holds all values of the grid."""
@@ -51,15 +69,27 @@ class WeightGrid:
 
     def clipped(self, weight: np.ndarray) -> FloatArray:
         """Return the weight divided by the steps and clipped to `low`..`high`, not rounded, for float datatypes."""
-        return np.clip(weight / self.steps, np.float32(self.low), np.float32(self.high))
+        return np.clip(weight / self.steps(weight.shape), np.float32(self.low), np.float32(self.high))
 
-    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> WeightGrid:
-        """Return the grid with other steps and multiples, each computed from those of this grid."""
-        return replace(self, steps=change(self.steps), multiples=change(self.multiples))
+    def values(self, quantized: np.ndarray) -> FloatArray:
+        """Return the values, float32, that quantized values stand for."""
+        return self._by_row_blocks(lambda q, grid: (q * grid.steps(q.shape)).astype(np.float32), quantized)
 
     def as_s8(self, quantized: np.ndarray) -> NDArray[np.int8]:
         """Return quantized values as int8 in exact units of the channel's scale, which kernels compute with."""
-        return by_row_blocks(lambda q, multiples: (q * multiples).astype(np.int8), quantized, self.multiples)
+        if self.multiples is None:
+            return quantized.astype(np.int8, copy=False)
+        return self._by_row_blocks(lambda q, grid: (q * grid.element_multiples(q.shape)).astype(np.int8), quantized)
+
+    def _by_row_blocks(
+        self, compute: Callable[[np.ndarray, WeightGrid], NDArray[Any]], array: np.ndarray
+    ) -> NDArray[Any]:
+        """Return what a function makes of an array, computed for blocks of its rows and the grid of each."""
+
+        def of_block(block: np.ndarray, scales: FloatArray, *multiples: NDArray[np.int8]) -> NDArray[Any]:
+            return compute(block, replace(self, scales=scales, multiples=multiples[0] if multiples else None))
+
+        return by_row_blocks(of_block, array, self.scales, *(() if self.multiples is None else (self.multiples,)))
 
 
 def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: int = 0, axis: int = 0) -> WeightGrid:
@@ -76,19 +106,15 @@ def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: i
     spread = [1] * weight.ndim
     spread[axis] = len(scales)
     scales = np.asarray(scales, np.float32)
-    steps = scales.reshape(spread)
     if not group:
-        return WeightGrid(steps, np.ones_like(steps, np.int8), kind.qmin, kind.qmax)
-    rows = weight.reshape(len(weight), -1)
+        return WeightGrid(scales.reshape(spread), kind.qmin, kind.qmax)
 
     def multiples_of(rows: np.ndarray, scales: np.ndarray) -> NDArray[np.int8]:
         bounds = kind.qmin, kind.qmax, kind.multiples
-        found = numerics.group_multiples(_groups(rows, group), scales, *bounds, errors_of_scales)
-        return np.repeat(found.astype(np.int8), group, axis=1)[:, : rows.shape[1]]
+        return numerics.group_multiples(_groups(rows, group), scales, *bounds, errors_of_scales).astype(np.int8)
 
-    multiples = by_row_blocks(multiples_of, rows, scales).reshape(weight.shape)
-    steps = by_row_blocks(lambda multiples, steps: steps * multiples.astype(np.float32), multiples, steps)
-    return WeightGrid(steps, multiples, kind.qmin, kind.qmax)
+    multiples = by_row_blocks(multiples_of, weight.reshape(len(weight), -1), scales)
+    return WeightGrid(scales.reshape(spread), kind.qmin, kind.qmax, multiples, group)
 
 
 def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:
@@ -145,7 +171,7 @@ def weight_scales(weight: np.ndarray, setting: Setting = DEFAULT, axis: int = 0)
     kind, group = setting.weight, setting.group
     rows = np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1)
     rows = rows.reshape(1, -1) if setting.weights == WeightScales.TENSOR else rows
-    return weight_grid(weight, channel_scales(rows, kind, group), kind, group, axis).steps
+    return weight_grid(weight, channel_scales(rows, kind, group), kind, group, axis).steps(weight.shape)
 
 
 def _groups(rows: np.ndarray, group: int) -> np.ndarray:

@@ -218,7 +218,7 @@ def quantize_weight(evaluation: LayerwiseEvaluation, region: Region, given: Mapp
     exact = getattr(evaluation.module, read.weight.target).detach().numpy()
     grid = weight_grid(exact, np.array(q.scales), w_site.record, w_site.group, roles.outputs)
     quantized = grid.clipped(exact) if w_site.record.floating else grid.nearest(exact).astype(np.float32)
-    evaluation.weights[read.weight.name] = torch.from_numpy(quantized * grid.steps)
+    evaluation.weights[read.weight.name] = torch.from_numpy(grid.values(quantized))
     stored = torch.from_numpy(np.ascontiguousarray(quantized)).to(TORCH_DTYPES[w_site.dtype])
     evaluation.integer_weights[read.weight.name] = stored
     if b_site is not None:
