@@ -156,6 +156,10 @@ def _quantize(
     splits = not strict and _may_split(data, example_inputs, dynamic_shapes, quantizer, options)
     kept, data = kept_first(data) if splits else (None, data)
     modules: list[PartOutline] = []
+    if splits and integration is not None and (reason := integration.reason_for_parts(model, data)) is not None:
+        logger.warning("%s: quantized in parts, because %s", type(model).__name__, reason)
+        refused = CaptureError(type(model).__name__, None, reason, remedy="set model.config.use_cache = False")
+        return _in_parts(model, data, refused, quantizer, samples, options)
 
     def quantize_module(module: nn.Module, batches: Any, example: ExportExample | None) -> QuantizedModel:
         if example is not None and dynamic_shapes is not None:
@@ -198,14 +202,15 @@ def _in_parts(
     options: CompileOptions,
 ) -> PartlyQuantizedModel:
     """Quantize the parts of a model whose capture was refused."""
-    parts: list[PartOutline] = []
+    parts, integration = list[PartOutline](), integration_for(model)
 
     def quantize_part(part: nn.Module, captured: Captured, call: Call, batches: Any) -> QuantizedModel:
         own = [prepare(captured, quantizer_for_part(quantizer, captured))]
         parts.append(PartOutline.of(captured, *own))
         return _quantized(part, own, call, batches, None, False, options)
 
-    found = quantize_parts(model, data, refused, samples, quantize_part)
+    further_calls = None if integration is None else integration.further_calls
+    found = quantize_parts(model, data, refused, samples, quantize_part, further_calls)
     check_selectors(quantizer.recipe, parts)
     return found
 

@@ -286,16 +286,41 @@ def test_models_without_a_cache_generate_by_computing_all_tokens_again():
         generated(int8_model, batch("llama", 2, 7, padding=2))
 
 
-@pytest.mark.slow(reason="each model is captured and compiled")
-def test_models_whose_cache_is_not_keys_and_values_say_so(caplog):
+@pytest.fixture(scope="module")
+def mamba():
     config = library().MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4)
-    model = library().MambaForCausalLM(config).eval()
-    int8_model = intaglio.quantize(model, [batch("llama", length=7)])
-    assert re.search("without a key-value cache, because a layer of its cache is a [A-Za-z]+Layer", caplog.text)
+    torch.manual_seed(0)
+    return library().MambaForCausalLM(config).eval()
+
+
+def test_models_whose_cache_is_not_keys_and_values_generate_with_int8_parts(mamba, caplog, tmp_path):
+    data = [batch("llama", length=7, seed=seed) for seed in range(2)]
+    int8_model = intaglio.quantize(mamba, data, recipe=UNCORRECTED, progress=False)
+    assert re.search("quantized in parts, because a layer of its cache is a [A-Za-z]+Layer", caplog.text)
+    projections = [f"backbone.layers.0.mixer.{name}_proj" for name in ("in", "x", "out")]
+    assert list(int8_model.parts) == [*projections, "lm_head"]
+    assert not re.search("contents are equal", caplog.text)
+    for size, length in ((4, 7), (1, 3), (2, 8)):
+        inputs = batch("llama", size, length)
+        with torch.no_grad():
+            exact = mamba(**inputs).logits
+        assert (int8_model(**inputs).logits - exact).square().mean() < 0.01 * exact.square().mean()
+        found = int8_model.generate(**inputs, max_new_tokens=3, min_new_tokens=3)
+        assert found.shape == (size, length + 3)
+    int8_model.save(tmp_path / "model.intaglio")
+    loaded = intaglio.load_into(tmp_path / "model.intaglio", mamba)
+    assert torch.equal(loaded.generate(**inputs, max_new_tokens=3, min_new_tokens=3), found)
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_models_without_their_cache_say_that_their_length_is_fixed(mamba):
+    without = copy.deepcopy(mamba)
+    without.config.use_cache = False
+    int8_model = intaglio.quantize(without, [batch("llama", length=7)])
     assert int8_model(**batch("llama", 2, 7)).logits.shape == (2, 7, VOCABULARY)
     with pytest.raises(InputError, match=r"it has 8 tokens, but the model takes 7(?s:.*)quantize.*with intaglio.eager"):
         int8_model.generate(**batch("llama", 2, 8))
-    prepared = intaglio.eager.prepare(model, (), example_kwargs=batch("llama", length=7))
+    prepared = intaglio.eager.prepare(mamba, (), example_kwargs=batch("llama", length=7))
     prepared.generate(**batch("llama", length=7), max_new_tokens=4)
     eager = intaglio.eager.convert(prepared)
     assert eager.generate(**batch("llama", 2, 8), max_new_tokens=3, min_new_tokens=3).shape == (2, 11)

@@ -81,7 +81,10 @@ def test_results_have_the_class_of_the_library_or_are_tuples(library, int8_model
     assert torch.equal(int8_model(**batch, return_dict=False)[0], found.logits)
 
 
-@pytest.mark.parametrize("more", [{"use_cache": False}, {"labels": None}, {"output_attentions": False}])
+SAME = [{"use_cache": False}, {"labels": None}, {"output_attentions": False}, {"is_first_iteration": True}]
+
+
+@pytest.mark.parametrize("more", SAME)
 def test_arguments_that_change_nothing_are_accepted(int8_model, batch, more):
     assert torch.equal(int8_model(**batch, **more).logits, int8_model(**batch).logits)
 

@@ -91,7 +91,7 @@ def test_a_part_that_no_batch_calls_stays_in_float_with_the_reason(routed, route
 
 
 def test_the_report_says_why_the_whole_model_is_not_int8(routed_int8):
-    (note,) = [note for note in routed_int8.coverage.notes if note.startswith("the whole model cannot be captured: ")]
+    (note,) = [note for note in routed_int8.coverage.notes if note.startswith("the whole model is not one program: ")]
     assert "data-dependent" in note
 
 
@@ -124,6 +124,66 @@ def test_a_part_whose_weights_are_read_outside_stays_in_float():
     assert list(int8.parts) == ["backbone"]
     assert "other modules read its attribute 'weight'" in {part.reason for part in int8.coverage.floats}
     assert int8(x).shape == model(x).shape
+
+
+def test_code_outside_of_a_part_may_ask_for_the_form_of_its_weight():
+    class Converting(Routed):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.bright.weight
+            assert weight.shape == (len(weight), weight.size(1))
+            return super().forward(x.to(weight.device)).to(weight.dtype)
+
+    torch.manual_seed(0)
+    model = Converting().eval()
+    x = torch.rand(4, 3, 12, 12)
+    int8 = intaglio.quantize(model, [x], recipe=UNCORRECTED, progress=False)
+    assert list(int8.parts) == ["backbone", "bright"]
+    assert int8(x).shape == model(x).shape
+    assert repr(int8.bright.weight) == f"DescribedTensor(weight, {list(model.bright.weight.shape)}, torch.float32)"
+    with pytest.raises(InputError, match=r"(?s)bright does not have the attribute .weight.*skip="):
+        int8.bright.weight + 1
+    skipped = intaglio.quantize(model, [x], recipe=UNCORRECTED, skip=["bright"], progress=False)
+    assert torch.equal(skipped.bright.weight + 1, model.bright.weight + 1)
+
+
+class State:
+    """What a model keeps between the calls of its parts."""
+
+    def __init__(self) -> None:
+        self.seen = list[Tensor]()
+
+
+class Stateful(nn.Module):
+    """A part that writes to an object, beside one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, state: State) -> Tensor:
+        state.seen.append(x)
+        return self.inner(x) + len(state.seen)
+
+
+class WithState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.last = Stateful(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State()
+        for _ in range(int(x.sum() > 0) + 1):
+            x = self.part(x, state)
+        return self.last(x)
+
+
+def test_a_part_that_gets_an_object_with_tensors_is_divided():
+    torch.manual_seed(0)
+    model, data = WithState().eval(), [torch.randn(4, 8) + shift for shift in (1.0, -1.0)]
+    int8 = intaglio.quantize(model, data, recipe=UNCORRECTED, progress=False)
+    assert list(int8.parts) == ["part.inner", "last"]
+    for x in data:
+        assert (int8(x) - model(x)).abs().max() < 0.05 * model(x).abs().max()
 
 
 class Sized(nn.Module):

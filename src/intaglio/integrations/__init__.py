@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 from torch import nn
 
+from intaglio.quant.calibrate.batches import Call
 from intaglio.runtime import QuantizedModel
 
 __all__ = ["INTEGRATIONS", "ExportExample", "Integration", "Quantize", "integration_for", "is_of_library"]
@@ -53,6 +54,23 @@ class Integration(Protocol):
             data: calibration data, as the user gave them.
             quantize: quantizes one module of the model, or the model itself, as `intaglio.quantize` does for models of
                 no library.
+        """
+
+    def reason_for_parts(self, model: nn.Module, data: Any) -> str | None:
+        """Return why the parts of a model are quantized in a copy that runs in Python, or ``None``: the model can be
+        one program, or several.
+
+        Args:
+            model: a float model of the library.
+            data: calibration data, as the user gave them.
+        """
+
+    def further_calls(self, model: nn.Module, call: Call) -> list[Callable[[nn.Module], Any]]:
+        """Return functions that use a model in ways that calls of forward do not show, such as steps of ``generate``.
+
+        Args:
+            model: a float model of the library, in evaluation mode.
+            call: the call for the first batch.
         """
 
 

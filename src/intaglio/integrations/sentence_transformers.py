@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from intaglio.errors import CalibrationError, InputError
 from intaglio.integrations import Quantize, is_of_library, transformers
+from intaglio.quant.calibrate.batches import Call
 
 SENTENCES_PER_BATCH = 32
 """Sentences in a batch where the data is one list of sentences, as `encode` has them."""
@@ -37,6 +38,16 @@ def quantize_model(model: nn.Module, data: Any, quantize: Quantize) -> nn.Module
         raise InputError(type(model).__name__, None, problem, remedy=remedy)
     int8 = transformers.quantize_model(cast(Any, inner), inner_calls(model, inner, data), quantize)
     return copy.deepcopy(model, {id(inner): int8})
+
+
+def reason_for_parts(model: nn.Module, data: Any) -> str | None:
+    """Return ``None``: the transformer inside does not generate."""
+    return None
+
+
+def further_calls(model: nn.Module, call: Call) -> list[Callable[[nn.Module], Any]]:
+    """Return no calls: the transformer inside does not generate."""
+    return []
 
 
 def inner_calls(model: nn.Module, inner: nn.Module, data: Any) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import CaptureError, IntaglioError
-from intaglio.parts.find_parts import QuantizePart, calls_of, find_parts, float_copy
+from intaglio.parts.find_parts import QuantizePart, Use, calls_of, find_parts, float_copy
 from intaglio.parts.part_outline import PartOutline, check_parts, check_selectors
 from intaglio.parts.partly_quantized import PartlyQuantizedModel, coverage_of
 from intaglio.parts.saved_parts import read_parts
+from intaglio.quant.calibrate.batches import Call
 
 __all__ = ["PartOutline", "PartlyQuantizedModel", "check_parts", "check_selectors", "load_into", "quantize_parts"]
 
@@ -21,7 +23,12 @@ logger = logging.getLogger("intaglio")
 
 
 def quantize_parts(
-    model: nn.Module, data: Any, refused: IntaglioError, samples: int | None, quantize_part: QuantizePart
+    model: nn.Module,
+    data: Any,
+    refused: IntaglioError,
+    samples: int | None,
+    quantize_part: QuantizePart,
+    further_calls: Callable[[nn.Module, Call], list[Use]] | None = None,
 ) -> PartlyQuantizedModel:
     """Return a copy of a model with its largest submodules that can be captured in int8.
 
@@ -31,6 +38,7 @@ def quantize_parts(
         refused: why the whole model cannot be quantized.
         samples: number of samples to calibrate with (default: all).
         quantize_part: quantizes one captured submodule.
+        further_calls: returns functions that use the model in other ways, from the model and its first call.
 
     Raises:
         IntaglioError: ``refused``, if no part can be quantized or the model fails on the data.
@@ -41,7 +49,8 @@ def quantize_parts(
     except CaptureError:
         raise refused from None
     size = sum(tensor.nbytes for tensor in (*copied.parameters(), *copied.buffers()))
-    found = find_parts(copied, calls, quantize_part)
+    further = [] if further_calls is None else further_calls(copied, calls[0])
+    found = find_parts(copied, calls, quantize_part, further)
     if not found.parts:
         raise refused
     quantized = PartlyQuantizedModel(copied, coverage_of(copied, found, size, refused.problem.splitlines()[0]))

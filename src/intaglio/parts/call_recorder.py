@@ -27,6 +27,7 @@ class RecordedCalls:
     Attributes:
         most: largest number of recorded calls, the first ones; ``None``: all, or evenly distributed ones.
         calls: the arguments of the recorded calls.
+        forms: what a graph would fix about the arguments of each call, recorded or not.
         seen: number of calls with samples.
         size: bytes of the recorded arguments.
         every: one in this many calls is recorded.
@@ -35,6 +36,7 @@ class RecordedCalls:
 
     most: int | None = None
     calls: list[Call] = field(default_factory=list)
+    forms: set[tuple[Any, ...]] = field(default_factory=set)
     seen: int = 0
     size: int = 0
     every: int = 1
@@ -45,6 +47,7 @@ class RecordedCalls:
         tensors = _tensors((args, kwargs))
         if not tensors or any(not tensor.numel() for tensor in tensors):
             return
+        self.forms.add(_form(args, kwargs))
         if self.seen % self.every == 0 and (self.most is None or len(self.calls) < self.most):
             detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, dict(kwargs)))
             self.calls.append(clone_tensors(detached))
@@ -58,6 +61,12 @@ class RecordedCalls:
     def expected_bytes(self) -> int:
         """Return about how many bytes the arguments of all calls have, from those that are recorded."""
         return self.seen * self.size // max(len(self.calls), 1)
+
+
+def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return everything about arguments that a graph fixes."""
+    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+    return str(tree), *[(leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from intaglio.tracing.capture_check import check_calls
 from intaglio.tracing.copies.copy_model import copy_model
 
 
-def run_call(model: nn.Module, call: Call) -> Any:
-    """Run a float model with copies of the arguments of a call, and without gradients."""
+def run_call(model: nn.Module, call: Call | Callable[[nn.Module], Any]) -> Any:
+    """Run a float model with copies of the arguments of a call, or by a function that uses it, without gradients."""
     with torch.no_grad():
+        if callable(call):
+            return call(model)
         return model(*clone_tensors(call[0]), **clone_tensors(call[1]))
 
 

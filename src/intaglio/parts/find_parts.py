@@ -31,6 +31,8 @@ CHECKED_CALLS = 4
 NOT_CALLED = "no batch calls it with tensors"
 OUTSIDE_OF_PARTS = "it is computed by Python code outside of the quantized parts"
 
+Use = Callable[[nn.Module], Any]
+"""Uses a model in another way than by a call of forward."""
 QuantizePart = Callable[[nn.Module, Captured, Call, Sequence[Any]], QuantizedModel]
 """Quantizes a part. Its arguments are the float module, its captured form, the arguments of one call, and data."""
 
@@ -96,22 +98,26 @@ def _samples(call: Call) -> int:
     return len(first) if isinstance(first, list) else 1
 
 
-def find_parts(model: nn.Module, calls: Sequence[Call], quantize_part: QuantizePart) -> FoundParts:
+def find_parts(
+    model: nn.Module, calls: Sequence[Call], quantize_part: QuantizePart, further: Sequence[Use] = ()
+) -> FoundParts:
     """Quantize the largest submodules of a model that can be captured, and put them into the model.
 
     Args:
         model: a copy of the float model in evaluation mode, which is changed.
         calls: calls of the model.
         quantize_part: quantizes one captured submodule.
+        further: functions that use the model in other ways.
     """
     macs, total = count_macs(model, calls[0])
-    search = _PartSearch(model, calls, quantize_part, macs)
+    uses: list[Call | Use] = [calls[0], *further, *calls[1:]]
+    search = _PartSearch(model, uses, quantize_part, macs)
     waiting, parts = search.below("", model), dict[str, QuantizedPart]()
     while waiting:
         quantized = search.quantized(waiting)
         made = {path: QuantizedPart(path, int8, search.modules[path]) for path, int8 in quantized.items()}
         waiting = []
-        for path, reason in _put(model, made, calls):
+        for path, reason in _put(model, made, uses):
             del made[path]
             waiting += search.instead_of(path, search.modules[path], reason)
         parts |= made
@@ -137,7 +143,7 @@ class _PartSearch:
     """Walks over the tree of modules from the top and quantizes those that can be captured."""
 
     def __init__(
-        self, model: nn.Module, calls: Sequence[Call], quantize_part: QuantizePart, macs: Mapping[int, int]
+        self, model: nn.Module, calls: Sequence[Call | Use], quantize_part: QuantizePart, macs: Mapping[int, int]
     ) -> None:
         self.model, self.calls, self.quantize_part, self.macs = model, calls, quantize_part, macs
         self.modules = dict(model.named_modules())
@@ -180,7 +186,7 @@ class _PartSearch:
     def candidates(self, path: str, module: nn.Module) -> list[_Candidate]:
         """Return a submodule if it can be captured, and otherwise those of its submodules that can be."""
         log = self.first[path]
-        reason = _unsupported(log.calls) or _varying(log.calls) if log.calls else NOT_CALLED
+        reason = _unsupported(log.calls) or _varying(log) if log.calls else NOT_CALLED
         if reason is None:
             part = alone(module, path)
             try:
@@ -203,7 +209,7 @@ class _PartSearch:
 
     def quantize(self, one: _Candidate, log: RecordedCalls) -> QuantizedModel | str:
         """Quantize a candidate with its recorded calls, or return why that is not possible."""
-        if (reason := _unsupported(log.calls) or _varying(log.calls)) is not None:
+        if (reason := _unsupported(log.calls) or _varying(log)) is not None:
             return reason
         try:
             captured = wide_enough(one.captured, one.part, log)
@@ -226,24 +232,33 @@ def _has_work(module: nn.Module, macs: Mapping[int, int]) -> bool:
 
 
 def _unsupported(calls: Sequence[Call]) -> str | None:
-    """Return why a graph cannot take a tensor of the calls, such as a nested one, or ``None``."""
-    tensors = [leaf for leaf in pytree.tree_leaves(calls) if isinstance(leaf, torch.Tensor)]
-    return next((reason for tensor in tensors if (reason := unsupported_reason(tensor)) is not None), None)
+    """Return why a graph cannot take an argument of the calls, such as a nested tensor or a cache, or ``None``."""
+    for leaf in pytree.tree_leaves(calls):
+        if isinstance(leaf, torch.Tensor):
+            if (reason := unsupported_reason(leaf)) is not None:
+                return reason
+        elif _holds_tensors(leaf):
+            return f"it gets a {type(leaf).__name__}, whose tensors may change from call to call"
+    return None
 
 
-def _varying(calls: Sequence[Call]) -> str | None:
+def _holds_tensors(value: Any, depth: int = 4) -> bool:
+    """Return whether an object has tensors, in lists or other objects up to this depth."""
+    if isinstance(value, torch.Tensor):
+        return True
+    inside: Any = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    inside = inside or getattr(value, "__dict__", {}).values()
+    return depth > 0 and any(_holds_tensors(one, depth - 1) for one in list(inside))
+
+
+def _varying(log: RecordedCalls) -> str | None:
     """Return why calls cannot be those of one graph, or ``None``."""
-    forms = {_form(call) for call in calls}
-    return "its calls differ in the structure of their arguments or in numbers" if len(forms) > 1 else None
+    return "its calls differ in the structure of their arguments or in numbers" if len(log.forms) > 1 else None
 
 
-def _form(call: Call) -> tuple[Any, ...]:
-    """Return everything about arguments that a graph fixes."""
-    leaves, tree = pytree.tree_flatten((call[0], dict(call[1])))
-    return str(tree), *[(leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
-
-
-def _put(model: nn.Module, parts: Mapping[str, QuantizedPart], calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
+def _put(
+    model: nn.Module, parts: Mapping[str, QuantizedPart], calls: Sequence[Call | Use]
+) -> Iterator[tuple[str, str]]:
     """Put parts into the model, try some calls, and yield parts that had to stay in float, with the reasons."""
     originals = {path: model.get_submodule(path) for path in parts}
     for path, part in parts.items():

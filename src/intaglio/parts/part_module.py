@@ -12,7 +12,7 @@ from torch import nn
 from intaglio.errors import InputError
 from intaglio.parts.packed_sequences import PackedCall
 from intaglio.runtime import QuantizedModel
-from intaglio.torch_private import pytree
+from intaglio.torch_private import make_wrapper_subclass, pytree
 from intaglio.tracing.copies.earlier_results import plain_attributes
 
 
@@ -41,10 +41,12 @@ class QuantizedPart(nn.Module):
     """The int8 model of a submodule in the place of that submodule.
 
     Code around it may read the float module's attributes that are neither tensors nor modules, call methods that use no
-    others, and ask for ``dtype`` and ``device`` if models of its library have them.
+    others, ask for ``dtype`` and ``device`` if models of its library have them, and for the shape, the data type and
+    the device of its tensors.
 
     Attributes:
         int8: the int8 model.
+        path: where the part is in the model.
         empty: no values, of the data type of the float module; code may ask for that of the first parameter.
     """
 
@@ -54,9 +56,11 @@ class QuantizedPart(nn.Module):
         self.int8 = int8
         first = next(float_module.parameters(), torch.empty(0))
         self.empty = nn.Parameter(torch.empty(0, dtype=first.dtype), requires_grad=False)
-        self._path, self._unfit = path, ""
+        self.path, self._unfit = path, ""
         self._kind = type(float_module)
         self._plain = {name: value for name, value in plain_attributes(float_module).items() if _has_no_tensor(value)}
+        own = (*float_module.named_parameters(recurse=False), *float_module.named_buffers(recurse=False))
+        self._tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in own}
         self._plain |= {name: getattr(first, name) for name in PROPERTIES if hasattr(self._kind, name)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +70,7 @@ class QuantizedPart(nn.Module):
             return self.int8(*args, **kwargs) if packed is None else packed.run(self.int8)
         except InputError as error:
             self.__dict__["_unfit"] = error.problem
-            where = f"{self._path}, {error.where}"
+            where = f"{self.path}, {error.where}"
             raise InputError(where, error.operator, error.problem, remedy=error.remedy, source=error.source) from error
 
     @property
@@ -83,21 +87,49 @@ class QuantizedPart(nn.Module):
         except AttributeError:
             if "_kind" not in self.__dict__ or name.startswith("__"):
                 raise
+            if name in self._tensors:
+                return DescribedTensor.of(self, name, *self._tensors[name])
             if inspect.isfunction(method := inspect.getattr_static(self._kind, name, None)):
                 return MethodType(method, self)
-            raise AttributeError(self._refused(f"attribute {name!r}")) from None
+            raise AttributeError(self.refused(f"attribute {name!r}")) from None
 
     def __getitem__(self, key: Any) -> Any:
-        raise TypeError(self._refused(f"item {key!r}"))
+        raise TypeError(self.refused(f"item {key!r}"))
 
-    def _refused(self, what: str) -> str:
+    def refused(self, what: str) -> str:
         """Keep in mind that other modules read something that the part does not have, and return the error's text."""
         self.__dict__["_unfit"] = f"other modules read its {what}"
-        return f"the quantized {self._kind.__name__} at {self._path} does not have the {what}"
+        return f"the quantized {self._kind.__name__} at {self.path} does not have the {what}"
 
     def train(self, mode: bool = True) -> QuantizedPart:
         """Stay in evaluation mode."""
         return self
+
+
+class DescribedTensor(torch.Tensor):
+    """A tensor of a float module without its values, for code that asks for its shape, data type or device."""
+
+    part: QuantizedPart
+    attribute: str
+
+    @staticmethod
+    def of(part: QuantizedPart, attribute: str, shape: torch.Size, dtype: torch.dtype) -> DescribedTensor:
+        """Return the tensor that is this attribute of the float module in the place of a part."""
+        found: DescribedTensor = make_wrapper_subclass(DescribedTensor, shape, dtype=dtype)
+        found.part, found.attribute = part, attribute
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's annotation misses the class
+        """Raise `InputError`, because it has nothing to compute with."""
+        own = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DescribedTensor))
+        problem = own.part.refused(f"attribute {own.attribute!r}")
+        raise InputError(
+            "call", None, problem, remedy=f"leave the part in float: quantize(..., skip=[{own.part.path!r}])"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation
+        return f"DescribedTensor({self.attribute}, {list(self.shape)}, {self.dtype})"
 
 
 PROPERTIES = ("dtype", "device")

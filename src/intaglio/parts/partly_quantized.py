@@ -186,7 +186,7 @@ def coverage_of(model: nn.Module, found: FoundParts, size: int, refusal: str) ->
         model: the model with its parts.
         found: the parts and what stays in float.
         size: bytes of the float model.
-        refusal: why the whole model cannot be captured.
+        refusal: why the whole model is not one program.
     """
     parts = {path: _scaled(part.int8.coverage, found.macs[path]) for path, part in found.parts.items()}
     own = list(parts.values())
@@ -202,7 +202,7 @@ def coverage_of(model: nn.Module, found: FoundParts, size: int, refusal: str) ->
         floats=(*found.floats, *[one for part in own for one in part.floats]),
         bytes_before=size,
         bytes_after=rest + sum(part.bytes_after for part in own),
-        notes=(parts_note(parts, total), f"the whole model cannot be captured: {refusal}", *notes),
+        notes=(parts_note(parts, total), f"the whole model is not one program: {refusal}", *notes),
         hosts=tuple(one for part in own for one in part.hosts),
         loops=tuple(one for part in own for one in part.loops),
     )

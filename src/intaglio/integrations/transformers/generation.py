@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from intaglio.integrations import Quantize
@@ -29,7 +29,13 @@ from intaglio.integrations.transformers.quantized_generator import (
     generator_with_surface,
 )
 from intaglio.integrations.transformers.quantized_transformer import QuantizedTransformer
-from intaglio.quant.calibrate.batches import peek
+from intaglio.quant.calibrate.batches import Call, peek
+from intaglio.signature import clone_tensors
+
+FEW_TOKENS = 2
+"""Number of tokens that are generated to see how parts are called in the steps of a cache."""
+NOT_FOR_GENERATE = frozenset({"labels", "position_ids", "use_cache", "return_dict", "logits_to_keep"})
+"""Arguments of forward that `generate` sets itself."""
 
 
 def generates_with_cache(model: PreTrainedModel, data: Any) -> bool:
@@ -49,8 +55,8 @@ def _is_function(data: Any) -> bool:
 def cache_refusal(model: PreTrainedModel, data: Any) -> str | None:
     """Return why a model that generates with a cache cannot have programs with one, or ``None``."""
     parameters = inspect.signature(model.forward).parameters
-    if (layer := decoder_cache.unsupported_layer(model.config)) is not None:
-        return f"a layer of its cache is a {layer}, which holds more than keys and values"
+    if (reason := reason_against_programs(model)) is not None:
+        return reason
     if decoder_cache.cache_name(parameters) is None:
         return "its forward has no argument for a cache"
     if _is_function(data):
@@ -62,6 +68,38 @@ def cache_refusal(model: PreTrainedModel, data: Any) -> str | None:
     if others := sorted(next(iter(UserCalls(model, data))).keys() - known):
         return f"the batches have {', '.join(others)}, which a step of the decoder does not take"
     return None
+
+
+def reason_against_programs(model: PreTrainedModel) -> str | None:
+    """Return why no program can take the cache of a model, or ``None``: its layers are keys and values."""
+    layer = decoder_cache.unsupported_layer(model.config)
+    return None if layer is None else f"a layer of its cache is a {layer}, which holds more than keys and values"
+
+
+def steps_of_generate(model: PreTrainedModel, call: Call) -> list[Callable[[nn.Module], Any]]:
+    """Return a function that generates a few tokens for a call without its last token, or none if the model fails to.
+
+    With the last token, parts would get the arguments of the call once more.
+    """
+    args, kwargs = call
+    given = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    ids = given.get("input_ids")
+    length = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > 1 else None
+    inputs = {
+        name: value[:, :-1] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length else value
+        for name, value in given.items()
+        if name not in NOT_FOR_GENERATE and value is not None
+    }
+
+    def generate(model: nn.Module) -> Any:
+        tokens = {"max_new_tokens": FEW_TOKENS, "min_new_tokens": FEW_TOKENS}
+        return cast(Any, model).generate(**clone_tensors(inputs), **tokens, do_sample=False, num_beams=1)
+
+    try:
+        generate(model)
+    except Exception:
+        return []
+    return [generate]
 
 
 def without_cache(quantized: QuantizedTransformer) -> None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from intaglio.errors import InputError
 from intaglio.integrations.transformers.cache_memory import memory_for
 from intaglio.integrations.transformers.decoder_cache import KeyValues, tensors_of, windows_of
+from intaglio.integrations.transformers.surface import STATE_OF_GENERATE
 from intaglio.ir import Signature, TensorType
 from intaglio.runtime import Artifact, QuantizedModel
 from intaglio.runtime.calls.growing_calls import TOKENS, GrowingCalls, can_grow
@@ -173,7 +174,7 @@ def check_ignorable(given: Mapping[str, Any], places: range) -> None:
     Earlier releases of the library pass the places of new tokens in the cache, which its length says too.
     """
     for name, value in given.items():
-        if not isinstance(value, Tensor) and not value:
+        if name == STATE_OF_GENERATE or (not isinstance(value, Tensor) and not value):
             continue
         if name == "cache_position" and isinstance(value, Tensor) and value.tolist() == [*places]:
             continue

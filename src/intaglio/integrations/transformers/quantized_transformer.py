@@ -11,7 +11,12 @@ import torch
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
 from intaglio.integrations.transformers.folders import MODEL_FILE, write_configs
-from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, quantized_class
+from intaglio.integrations.transformers.surface import (
+    STATE_OF_GENERATE,
+    TransformerSurface,
+    kept_logits,
+    quantized_class,
+)
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import pytree
 
@@ -100,7 +105,7 @@ class QuantizedTransformer(TransformerSurface, QuantizedModel):
         """Return whether an argument that the example did not have changes nothing."""
         if isinstance(value, torch.Tensor):
             return name == "attention_mask" and _is_full(value)
-        if value is None or name == "return_dict" or (name in RESULT_SWITCHES and value is False):
+        if value is None or name in ("return_dict", STATE_OF_GENERATE) or (name in RESULT_SWITCHES and value is False):
             return True
         parameter = self.forward_parameters.get(name)
         if parameter is not None and parameter.default is not parameter.empty and value == parameter.default:

@@ -15,6 +15,9 @@ from intaglio.errors import InputError
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+STATE_OF_GENERATE = "is_first_iteration"
+"""Argument that `generate` passes to forwards that take any keyword, which do not read it."""
+
 
 class TransformerSurface:
     """Members of a `PreTrainedModel` that a quantized model keeps.
