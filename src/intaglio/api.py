@@ -14,7 +14,7 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.backends.native_backend import CompileOptions, compile_native
-from intaglio.errors import CaptureError, InputError, IntaglioError, UnknownSizeError
+from intaglio.errors import CaptureError, InputError, IntaglioError, UnknownSizeError, UnsupportedError
 from intaglio.integrations import ExportExample, integration_for
 from intaglio.native.native_library import build_ahead
 from intaglio.parts import PartlyQuantizedModel, PartOutline, check_parts, check_selectors, quantize_parts
@@ -205,7 +205,11 @@ def _in_parts(
     parts, integration = list[PartOutline](), integration_for(model)
 
     def quantize_part(part: nn.Module, captured: Captured, call: Call, batches: Any) -> QuantizedModel:
-        own = [prepare(captured, quantizer_for_part(quantizer, captured))]
+        try:
+            own = [prepare(captured, quantizer_for_part(quantizer, captured))]
+        except UnsupportedError:
+            parts.append(PartOutline.of(captured, None))
+            raise
         parts.append(PartOutline.of(captured, *own))
         return _quantized(part, own, call, batches, None, False, options)
 

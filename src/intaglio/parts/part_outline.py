@@ -26,9 +26,10 @@ class PartOutline:
     is_quantized: bool
 
     @staticmethod
-    def of(captured: Captured, prepared: Prepared) -> PartOutline:
-        """Return the outline of a captured and prepared part."""
-        return PartOutline(tuple(origins_of(captured)), captured.classes, quantizes_something(prepared))
+    def of(captured: Captured, prepared: Prepared | None) -> PartOutline:
+        """Return the outline of a captured part, which is prepared unless nothing in it can be quantized."""
+        is_quantized = prepared is not None and quantizes_something(prepared)
+        return PartOutline(tuple(origins_of(captured)), captured.classes, is_quantized)
 
 
 def check_selectors(recipe: Recipe, parts: Sequence[PartOutline]) -> None:
