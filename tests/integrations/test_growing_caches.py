@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 import intaglio
 from intaglio.errors import InputError
+from intaglio.runtime.kept_attributes import is_plain
 from support.generators import END, calibration, float_model, quantized
 from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
@@ -147,3 +148,17 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it():
     for end in (7, 8):
         logits, cache = call(model, ids[:, end - 1 : end], cache)
         assert torch.equal(logits, call(model, ids[:, :end])[0][:, -1:])
+
+
+def test_layers_that_read_the_keys_and_values_of_others_are_not_in_the_cache():
+    from intaglio.integrations.transformers.cache_memory import layers_of
+    from intaglio.integrations.transformers.decoder_cache import unsupported_layer
+
+    config = float_model("gemma4").config
+    cache = DynamicCache(config=config)
+    assert len(cache.layers) == 4
+    assert layers_of(cache) == cache.layers[:2]
+    assert unsupported_layer(config) is None
+    cache.layers.reverse()
+    assert layers_of(cache) == cache.layers
+    assert is_plain(config)  # although it has no single size of heads

@@ -35,6 +35,21 @@ MODELS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        {
+            **WIDE,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}},
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+    ),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}),
     "gpt_neo": (
         "GPTNeoForCausalLM",

@@ -79,9 +79,11 @@ def is_plain(value: Any) -> bool:
         return all(map(is_plain, value))
     if isinstance(value, Mapping):
         return all(is_plain(part) for item in value.items() for part in item)
+    if any(f"{kind.__module__}.{kind.__qualname__}" in CONFIGURATIONS for kind in type(value).__mro__):
+        return True
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return all(is_plain(getattr(value, entry.name)) for entry in dataclasses.fields(value))
-    return any(f"{kind.__module__}.{kind.__qualname__}" in CONFIGURATIONS for kind in type(value).__mro__)
+    return False
 
 
 CONFIGURATIONS = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from intaglio.runtime.calls.growing_calls import TOKENS
@@ -212,6 +213,8 @@ class MemoryWindow(_InMemory, DynamicSlidingWindowLayer):
         self._seen = tokens
 
 
+DUMMY = getattr(cache_utils, "DummyLayer", None)
+"""Layers of a cache for layers of a model that have no keys and values of their own; earlier releases have none."""
 IN_MEMORY = (DynamicLayer, DynamicSlidingWindowLayer, MemoryLayer, MemoryWindow)
 """Layers whose keys and values can be in a memory."""
 
@@ -219,6 +222,14 @@ IN_MEMORY = (DynamicLayer, DynamicSlidingWindowLayer, MemoryLayer, MemoryWindow)
 def _kept(layer: Any) -> int | None:
     """Return the most tokens that a layer holds between calls, if it has a sliding window."""
     return layer.sliding_window - 1 if isinstance(layer, DynamicSlidingWindowLayer) else None
+
+
+def layers_of(cache: Cache) -> list[Any]:
+    """Return the layers of a cache, up to the last one that holds anything: the last layers of a model, such as
+    Gemma 3n, may read the keys and values of earlier ones."""
+    layers: list[Any] = cache.layers
+    count = next((index for index in range(len(layers), 0, -1) if type(layers[index - 1]) is not DUMMY), 0)
+    return layers[:count]
 
 
 def memory_for(cache: Cache, new: int, windows: Mapping[int, int]) -> CacheMemory | None:
@@ -232,7 +243,7 @@ def memory_for(cache: Cache, new: int, windows: Mapping[int, int]) -> CacheMemor
         new: number of new tokens.
         windows: layers of which the program reads the last tokens only: index -> number of these.
     """
-    layers: list[Any] = cache.layers
+    layers = layers_of(cache)
     if not layers or getattr(cache, "offloading", False):
         return None
     if any(type(layer) not in IN_MEMORY or getattr(layer, "record_past", False) for layer in layers):
@@ -246,6 +257,6 @@ def memory_for(cache: Cache, new: int, windows: Mapping[int, int]) -> CacheMemor
     if memory is not None:
         for index, layer in enumerate(layers):
             kept = _kept(layer)
-            layers[index] = own = MemoryLayer() if kept is None else MemoryWindow(kept + 1)
+            cache.layers[index] = own = MemoryLayer() if kept is None else MemoryWindow(kept + 1)
             own.enter(memory, index, layer.device)
     return memory

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from intaglio.errors import InputError
-from intaglio.integrations.transformers.cache_memory import MemoryLayer, memory_for
+from intaglio.integrations.transformers.cache_memory import MemoryLayer, layers_of, memory_for
 from intaglio.ir import TensorType
 from intaglio.signature import TORCH_DTYPES, Integers
 
@@ -39,7 +39,7 @@ def cache_name(names: Iterable[str]) -> str | None:
 
 def unsupported_layer(config: PreTrainedConfig) -> str | None:
     """Return the kind of the first layer whose cache does not consist of keys and values, or ``None``."""
-    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    layers = layers_of(DynamicCache(config=config.get_text_config(decoder=True)))
     return next((type(layer).__name__ for layer in layers if type(layer) not in GROWING), None)
 
 
@@ -66,8 +66,7 @@ def self_attention_of(cache: Cache) -> Cache:
 
 def keys_and_values(cache: Cache) -> list[tuple[Tensor, Tensor]]:
     """Return keys and values of every layer of a cache that has them."""
-    layers: list[Any] = cache.layers
-    return [(layer.keys, layer.values) for layer in layers]
+    return [(layer.keys, layer.values) for layer in layers_of(cache)]
 
 
 def tensors_of(pairs: KeyValues) -> list[Tensor]:
@@ -82,7 +81,7 @@ def check_layers(cache: Cache, windows: Mapping[int, int]) -> None:
         cache: a cache of self-attention.
         windows: layers of which the program reads the last tokens only: index -> number of these.
     """
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers_of(cache)):
         if type(layer) in (DynamicLayer, MemoryLayer, StaticLayer):
             continue
         if isinstance(layer, DynamicSlidingWindowLayer):
@@ -163,7 +162,7 @@ def append(cache: Cache, new: list[tuple[Tensor, Tensor]], windows: Mapping[int,
         new: new keys and values of every layer.
         windows: as of `check_layers`.
     """
-    memory = memory_for(cache, new[0][0].shape[2], windows) if len(new) == len(cache.layers) else None
+    memory = memory_for(cache, new[0][0].shape[2], windows) if len(new) == len(layers_of(cache)) else None
     if memory is not None:
         memory.append(tensors_of(new))
         return
