@@ -214,7 +214,7 @@ class MemoryWindow(_InMemory, DynamicSlidingWindowLayer):
 
 
 DUMMY = getattr(cache_utils, "DummyLayer", None)
-"""Layers of a cache for layers of a model that have no keys and values of their own; earlier releases have none."""
+"""Layers of a cache for layers of a model without keys and values of their own. Earlier releases lack the class."""
 IN_MEMORY = (DynamicLayer, DynamicSlidingWindowLayer, MemoryLayer, MemoryWindow)
 """Layers whose keys and values can be in a memory."""
 

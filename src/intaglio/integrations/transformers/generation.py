@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -139,7 +140,7 @@ def _numbering(model: PreTrainedModel, names: StepNames, call: Mapping[str, Any]
         if padding_id is not None:
             tokens[:, 1] = padding_id
         shared = {names.tokens: tokens, names.mask: mask, "use_cache": False}
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.suppress(IndexError):  # a table of positions may end before the ids
             own = model(**shared).logits[kept]
             for numbering in ("tokens", "mask", padding_id):
                 if numbering is not None:
