@@ -100,7 +100,7 @@ def _count(library: ctypes.CDLL, keeping: int = 0, returning: int = 0) -> None:
             return
         for parameter, value in values.items():
             library.mallopt(parameter, value)
-        if before is not RETURNING_FREED:
+        if before is KEEPING_FREED:
             library.malloc_trim(0)
 
 
