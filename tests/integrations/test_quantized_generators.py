@@ -307,6 +307,8 @@ def test_models_whose_cache_is_not_keys_and_values_generate_with_int8_parts(mamb
         assert (int8_model(**inputs).logits - exact).square().mean() < 0.01 * exact.square().mean()
         found = int8_model.generate(**inputs, max_new_tokens=3, min_new_tokens=3)
         assert found.shape == (size, length + 3)
+    with pytest.raises(AttributeError, match=r"no 'save_pretrained': call its save\(path\), and intaglio.load_into"):
+        int8_model.save_pretrained(tmp_path)
     int8_model.save(tmp_path / "model.intaglio")
     loaded = intaglio.load_into(tmp_path / "model.intaglio", mamba)
     assert torch.equal(loaded.generate(**inputs, max_new_tokens=3, min_new_tokens=3), found)

@@ -165,6 +165,8 @@ class PartlyQuantizedModel(nn.Module):
         except AttributeError:
             if name == "model" or name.startswith("__"):
                 raise
+            if name in SAVING:
+                raise AttributeError(f"a model in parts has no {name!r}: {SAVE_AND_LOAD}") from None
             return getattr(self.model, name)
 
     def __repr__(self) -> str:
@@ -176,6 +178,9 @@ class PartlyQuantizedModel(nn.Module):
         return element("p", repr(self)) + self.coverage._repr_html_()
 
 
+SAVING = ("save_pretrained", "push_to_hub")
+"""Methods of models of libraries that would write a folder without the weights of the parts."""
+SAVE_AND_LOAD = "call its save(path), and intaglio.load_into(path, float_model)"
 FLOAT_MODEL_AND_BATCHES = "pass the float model that was quantized, and batches as quantize takes them"
 
 
