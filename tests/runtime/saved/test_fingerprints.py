@@ -9,6 +9,7 @@ from torch import nn
 
 import intaglio
 from intaglio import stages
+from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 from support import nets
 from support.int8_models import compiled
 from support.nets import Body
@@ -54,3 +55,14 @@ def test_a_tensor_of_a_float_island_counts():
         return intaglio.quantize(model, [torch.ones(3, 4)], progress=False).fingerprint()
 
     assert with_island(2.0) == with_island(2.0) != with_island(2.5)
+
+
+@pytest.mark.parametrize(("numbering", "digest"), [("tokens", "53510a3a1086c00d"), ("mask", "ef0ac880c4b93b4e")])
+def test_models_of_several_programs_keep_the_digests_of_earlier_versions(numbering, digest):
+    assert fingerprint_of_programs({"decoder": "b"}, numbering=numbering).startswith(digest)
+    others = [fingerprint_of_programs({"decoder": "b"}, numbering=one) for one in (0, 1, None)]
+    assert len({digest, *(one[:16] for one in others)}) == 4
+
+
+def test_models_that_do_not_generate_keep_theirs_too():
+    assert fingerprint_of_programs({"a": "b"}).startswith("73741e9b80508e54")

@@ -58,17 +58,18 @@ def fingerprint_of(
 
 
 def fingerprint_of_programs(
-    programs: Mapping[str, str], tensors: Mapping[str, torch.Tensor] | None = None, numbering: str | int | None = None
+    programs: Mapping[str, str], tensors: Mapping[str, torch.Tensor] | None = None, numbering: str | int | None = "mask"
 ) -> str:
     """Return the SHA-256 digest of what determines the results of a model that has several programs.
 
     Args:
         programs: fingerprints of the programs, by name.
         tensors: tensors of the float rest of the model, by name.
-        numbering: what is counted to number tokens, in models that generate.
+        numbering: how positions of tokens follow from a call, in models that generate.
     """
     total = hashlib.sha256(f"{FINGERPRINT_FORMAT} of programs".encode())
-    total.update(to_json([sorted(programs.items()), numbering]))
+    counted = {"tokens": True, "mask": False}.get(str(numbering), numbering)  # as digests have had it from the start
+    total.update(to_json([sorted(programs.items()), counted]))
     for name, tensor in sorted((tensors or {}).items()):
         array = _bytes_of(tensor)
         total.update(f"{name} {len(array)}\n".encode())
