@@ -147,7 +147,7 @@ def test_code_outside_of_a_part_may_ask_for_the_form_of_its_weight():
 
 
 class State:
-    """What a model keeps between the calls of its parts."""
+    """An object with tensors, which a model passes to its parts."""
 
     def __init__(self) -> None:
         self.seen = list[Tensor]()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,16 @@ PATHS_OF_NORMS = ("model.norm.weight", "model.embed_tokens.weight")
 
 @contextlib.contextmanager
 def logged_warnings() -> Iterator[list[str]]:
-    """Yield a list that receives the warnings which intaglio logs in the block, for models that several tests share."""
+    """Yield a list that has the warnings of intaglio after the block, for models that several tests share."""
     found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("intaglio")
+    handler, logger = BufferingHandler(capacity=sys.maxsize), logging.getLogger("intaglio")
+    handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield found
     finally:
         logger.removeHandler(handler)
+        found += map(logging.LogRecord.getMessage, handler.buffer)
 
 
 def batches(count: int = 4) -> list[dict[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from torch import nn
 
-from intaglio.quant.calibrate.batches import Call
+from intaglio.quant.calibrate.batches import Call, Use
 from intaglio.runtime import QuantizedModel
 
 __all__ = ["INTEGRATIONS", "ExportExample", "Integration", "Quantize", "integration_for", "is_of_library"]
@@ -65,7 +65,7 @@ class Integration(Protocol):
             data: calibration data, as the user gave them.
         """
 
-    def further_calls(self, model: nn.Module, call: Call) -> list[Callable[[nn.Module], Any]]:
+    def further_calls(self, model: nn.Module, call: Call) -> list[Use]:
         """Return functions that use a model in ways that calls of forward do not show, such as steps of ``generate``.
 
         Args:

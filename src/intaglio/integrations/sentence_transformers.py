@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from intaglio.errors import CalibrationError, InputError
 from intaglio.integrations import Quantize, is_of_library, transformers
-from intaglio.quant.calibrate.batches import Call
+from intaglio.quant.calibrate.batches import Call, Use
 
 SENTENCES_PER_BATCH = 32
 """Sentences in a batch where the data is one list of sentences, as `encode` has them."""
@@ -45,7 +45,7 @@ def reason_for_parts(model: nn.Module, data: Any) -> str | None:
     return None
 
 
-def further_calls(model: nn.Module, call: Call) -> list[Callable[[nn.Module], Any]]:
+def further_calls(model: nn.Module, call: Call) -> list[Use]:
     """Return no calls: the transformer inside does not generate."""
     return []
 

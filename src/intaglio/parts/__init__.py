@@ -11,11 +11,11 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import CaptureError, IntaglioError
-from intaglio.parts.find_parts import QuantizePart, Use, calls_of, find_parts, float_copy
+from intaglio.parts.find_parts import QuantizePart, calls_of, find_parts, float_copy
 from intaglio.parts.part_outline import PartOutline, check_parts, check_selectors
 from intaglio.parts.partly_quantized import PartlyQuantizedModel, coverage_of
 from intaglio.parts.saved_parts import read_parts
-from intaglio.quant.calibrate.batches import Call
+from intaglio.quant.calibrate.batches import Call, Use
 
 __all__ = ["PartOutline", "PartlyQuantizedModel", "check_parts", "check_selectors", "load_into", "quantize_parts"]
 

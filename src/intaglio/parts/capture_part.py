@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from intaglio.errors import CaptureError
 from intaglio.ir import symbols_of
 from intaglio.parts.call_recorder import RecordedCalls
-from intaglio.quant.calibrate.batches import Call
+from intaglio.quant.calibrate.batches import Call, Use
 from intaglio.signature import clone_tensors
 from intaglio.torch_private import pytree
 from intaglio.tracing import Captured, capture
@@ -19,7 +19,7 @@ from intaglio.tracing.capture_check import check_calls
 from intaglio.tracing.copies.copy_model import copy_model
 
 
-def run_call(model: nn.Module, call: Call | Callable[[nn.Module], Any]) -> Any:
+def run_call(model: nn.Module, call: Call | Use) -> Any:
     """Run a float model with copies of the arguments of a call, or by a function that uses it, without gradients."""
     with torch.no_grad():
         if callable(call):

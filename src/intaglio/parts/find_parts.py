@@ -15,7 +15,7 @@ from intaglio.errors import CaptureError, IntaglioError
 from intaglio.parts.call_recorder import MOST_BYTES, RecordedCalls, count_macs, recorded_calls
 from intaglio.parts.capture_part import capture_part, run_call, wide_enough
 from intaglio.parts.part_module import QuantizedPart, alone
-from intaglio.quant.calibrate.batches import Call, batches, binder_for
+from intaglio.quant.calibrate.batches import Call, Use, batches, binder_for
 from intaglio.runtime import FloatPart, QuantizedModel
 from intaglio.signature.tensor_checks import unsupported_reason
 from intaglio.torch_private import pytree, submodules_of
@@ -31,8 +31,6 @@ CHECKED_CALLS = 4
 NOT_CALLED = "no batch calls it with tensors"
 OUTSIDE_OF_PARTS = "it is computed by Python code outside of the quantized parts"
 
-Use = Callable[[nn.Module], Any]
-"""Uses a model in another way than by a call of forward."""
 QuantizePart = Callable[[nn.Module, Captured, Call, Sequence[Any]], QuantizedModel]
 """Quantizes a part. Its arguments are the float module, its captured form, the arguments of one call, and data."""
 

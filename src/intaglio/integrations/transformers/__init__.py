@@ -9,7 +9,7 @@ generates), which copies of attributes alone could not answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from intaglio.integrations.transformers.folders import (
 from intaglio.integrations.transformers.quantized_transformer import QuantizedTransformer, with_surface
 from intaglio.integrations.transformers.saved_generators import stored_configs
 from intaglio.ops import OpDef
-from intaglio.quant.calibrate.batches import Call
+from intaglio.quant.calibrate.batches import Call, Use
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.saved.archive import GENERATOR_ENTRY, Contents, read, read_member
 
@@ -66,12 +66,12 @@ def quantize_model(model: PreTrainedModel, data: Any, quantize: Quantize) -> Qua
 
 def reason_for_parts(model: PreTrainedModel, data: Any) -> str | None:
     """Return why the parts of a model are quantized: it generates with a cache that programs cannot take."""
-    from intaglio.integrations.transformers.generation import generates_with_cache, reason_against_programs
+    from intaglio.integrations.transformers.generation import generates_with_cache, unsupported_cache
 
-    return reason_against_programs(model) if generates_with_cache(model, data) else None
+    return unsupported_cache(model) if generates_with_cache(model, data) else None
 
 
-def further_calls(model: PreTrainedModel, call: Call) -> list[Callable[[nn.Module], Any]]:
+def further_calls(model: PreTrainedModel, call: Call) -> list[Use]:
     """Return a function that generates a few tokens for the first batch, if the model can."""
     from intaglio.integrations.transformers.generation import generates_with_cache, steps_of_generate
 

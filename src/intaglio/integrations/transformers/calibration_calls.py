@@ -44,12 +44,12 @@ def own_positions(numbering: Numbering, tokens: Tensor, mask: Tensor) -> Tensor:
     """Return the positions of tokens in a call without positions, int64 [batch, new].
 
     Args:
-        numbering: what is counted.
+        numbering: how they are computed.
         tokens: the new tokens [batch, new].
         mask: padding mask of earlier and new tokens [batch, earlier + new].
 
     Raises:
-        InputError: it is not known what is counted.
+        InputError: it is not known how they are computed.
     """
     start = mask.shape[1] - tokens.shape[1]
     if numbering == "tokens":

@@ -102,12 +102,12 @@ def configs_of(
 
 
 Numbering = Literal["tokens", "mask"] | int | None
-"""What a model counts to number the tokens of calls without positions.
+"""How a model computes the positions of tokens in calls without ``position_ids``.
 
-* ``"tokens"``: all tokens from 0 on, padding too;
-* ``"mask"``: the tokens that the padding mask keeps, from 0 on; padding has position 0;
-* the id of the padding token: the other tokens, from one above this id on, as RoBERTa does; padding has it as position;
-* ``None``: something else, so calls without positions are refused.
+* ``"tokens"``: 0, 1, 2 and so on for all tokens, also those of padding;
+* ``"mask"``: 0, 1, 2 and so on for the tokens where the padding mask is 1, and 0 for the others;
+* an integer, the id p of the padding token: p + 1, p + 2 and so on for the other tokens, and p for padding, as RoBERTa;
+* ``None``: in another way. Calls without positions are refused.
 """
 
 

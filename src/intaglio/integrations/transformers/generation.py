@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -30,7 +30,7 @@ from intaglio.integrations.transformers.quantized_generator import (
     generator_with_surface,
 )
 from intaglio.integrations.transformers.quantized_transformer import QuantizedTransformer
-from intaglio.quant.calibrate.batches import Call, peek
+from intaglio.quant.calibrate.batches import Call, Use, peek
 from intaglio.signature import clone_tensors
 
 FEW_TOKENS = 2
@@ -56,7 +56,7 @@ def _is_function(data: Any) -> bool:
 def cache_refusal(model: PreTrainedModel, data: Any) -> str | None:
     """Return why a model that generates with a cache cannot have programs with one, or ``None``."""
     parameters = inspect.signature(model.forward).parameters
-    if (reason := reason_against_programs(model)) is not None:
+    if (reason := unsupported_cache(model)) is not None:
         return reason
     if decoder_cache.cache_name(parameters) is None:
         return "its forward has no argument for a cache"
@@ -71,13 +71,13 @@ def cache_refusal(model: PreTrainedModel, data: Any) -> str | None:
     return None
 
 
-def reason_against_programs(model: PreTrainedModel) -> str | None:
+def unsupported_cache(model: PreTrainedModel) -> str | None:
     """Return why no program can take the cache of a model, or ``None``: its layers are keys and values."""
     layer = decoder_cache.unsupported_layer(model.config)
     return None if layer is None else f"a layer of its cache is a {layer}, which holds more than keys and values"
 
 
-def steps_of_generate(model: PreTrainedModel, call: Call) -> list[Callable[[nn.Module], Any]]:
+def steps_of_generate(model: PreTrainedModel, call: Call) -> list[Use]:
     """Return a function that generates a few tokens for a call without its last token, or none if the model fails to.
 
     With the last token, parts would get the arguments of the call once more.
@@ -122,9 +122,9 @@ def quantize_generator(model: PreTrainedModel, data: Any, quantize: Quantize) ->
 
 
 def _numbering(model: PreTrainedModel, names: StepNames, call: Mapping[str, Any]) -> Numbering:
-    """Return what the float model counts to number the tokens of calls without positions.
+    """Return how the float model computes the positions of tokens in calls without them.
 
-    It is the first one with which the float model has the same logits with and without positions, for tokens of which
+    It is the first way with which the float model has the same logits with and without positions, for tokens of which
     some are masked and some are the padding token.
     """
     if names.positions is None or names.mask is None or model.config.is_encoder_decoder:

@@ -69,7 +69,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
 
     Attributes:
         programs: the programs by name, each a `QuantizedModel`: "decoder", "encoder" and "cross_attention".
-        numbering: what is counted to number the tokens of calls without positions, as in the float model. `generate`
+        numbering: how the positions of tokens are computed in calls without them, as in the float model. `generate`
             always passes positions, in which padding does not count.
     """
 

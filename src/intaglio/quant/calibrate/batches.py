@@ -20,6 +20,8 @@ from intaglio.torch_private import pytree
 logger = logging.getLogger("intaglio")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Use = Callable[[torch.nn.Module], Any]
+"""A function that uses a model in another way than by one call of forward, such as ``generate``."""
 Data = Iterable[Any] | Callable[[Any], Any] | torch.Tensor
 
 
