@@ -76,14 +76,14 @@ def test_random_convolutions_whose_taps_of_a_row_share_pixels_match_the_referenc
 @given(st.data())
 def test_random_convolutions_by_winograds_method_match_the_reference(isa, data):
     """Images have any height and width. With an odd one, the last squares of 2 by 2 results are partly outside of the
-    image. Some lines are too long for the method, and are then multiplied as others are."""
+    image. Long lines, and those of many channels, are computed in parts."""
     case = data.draw(cases(isa))
     padding = data.draw(st.sampled_from([(0, 0, 0, 0), (1, 1, 1, 1), (2, 0, 1, 2)]))
     case = replace(
         case,
         transformed=True,
         groups=1,
-        per_group=16 * data.draw(st.integers(1, 5)),
+        per_group=16 * data.draw(st.sampled_from([1, 2, 3, 5, 40])),
         taps=(3, 3),
         stride=(1, 1),
         dilation=(1, 1),
@@ -341,7 +341,7 @@ def test_sizes_of_winograds_method_are_those_of_the_library():
     numbers = {
         name: int(one) << int(bits or 0) for name, one, bits in re.findall(r"(\w+) = (\d+)(?: << (\d+))?,? ", text)
     }
-    for name in ("MOST_INPUTS", "POSITIONS", "TOGETHER", "MOST_SQUARES", "TRANSFORMED"):
+    for name in ("MOST_INPUTS", "POSITIONS"):
         assert numbers[name] == getattr(winograd_sizes, name)
 
 

@@ -65,14 +65,15 @@ WIDENED, WINOGRAD = ", input widened to 16 bits", ", Winograd's method"
         (32, 32, 16, {"stride": 2}, WIDENED),
         (32, 32, 16, {"dilation": 2}, WIDENED),
         (512, 512, 14, {}, WIDENED),
-        (64, 64, 200, {}, WIDENED),
+        (64, 64, 600, {}, WINOGRAD),
+        (64, 64, symbol("h"), {}, WINOGRAD),
         (6, 32, 16, {}, ""),
         (32, 16, 16, {}, ""),
     ],
 )
 def test_convolutions_with_avx2_use_winograds_method_or_widen_their_input(inputs, outputs, size, attrs, ends):
-    """Too few pixels, channels of no whole vector, too many weights, too long lines; then channels of no whole step,
-    and a single panel."""
+    """Too few pixels, channels of no whole vector, a stride, a dilation, too many weights, long lines, free sizes; then
+    channels of no whole step, and a single panel."""
     net = Net()
     x = net.quantize(net.input(N, inputs, size, size), zero_point=0)
     y = net.conv(x, outputs, 3, padding=1, **attrs)

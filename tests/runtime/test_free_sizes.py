@@ -59,6 +59,11 @@ def lines(m, x):
     return m.last(F.avg_pool1d(y, 3, 2)), m.last(F.interpolate(y, scale_factor=2)[:, :, 1::2])
 
 
+def wide(m, x):
+    """A layer that AVX2 computes by Winograd's method in images of 128 pixels and more."""
+    return m.second(F.relu(m.first(x)))
+
+
 def tokens(m, x):
     """The parts of attention around its products: heads split and joined, the batch moved back and forth."""
     n, t, _ = x.shape
@@ -99,6 +104,12 @@ NETS = {
         (({0: AUTO, 2: AUTO},),),
         (2, 6, 16),
         lambda draw: (draw(0, 4), 6, draw(6, 60)),
+    ),
+    "wide": (
+        Body(wide, first=conv(3, 16, 3, padding=1), second=conv(16, 40, 3, padding=1)),
+        ((IMAGE,),),
+        (2, 3, 12, 10),
+        images,
     ),
     "tokens": (
         Body(tokens, wide=nn.Linear(24, 72), narrow=nn.Linear(24, 24), norm=nn.LayerNorm(24)),
@@ -153,6 +164,16 @@ def test_programs_have_the_bits_of_the_interpreter_at_any_size(name, isa, data):
     if floats is not None:
         assert [t.shape for t in tensors(floats)] == [t.shape for t in tensors(expected)]
     assert same(program(name, isa)(x), expected), (isa, x.shape)
+
+
+@pytest.mark.skipif("avx2" not in RUNNABLE_ISAS, reason="needs AVX2")
+@pytest.mark.parametrize("size", [(9, 9), (14, 31), (6, 300)])
+def test_images_of_few_and_of_many_pixels_have_the_bits_of_the_interpreter(size):
+    """The second and the third by Winograd's method, the last in parts of lines."""
+    compiled = program("wide", "avx2")
+    assert "if (m.out.height * m.out.width < 128) m.transformed = 0;" in compiled.text("program")
+    x = torch.randn(2, 3, *size)
+    assert same(compiled(x), all_stages("wide")[1](x))
 
 
 def test_the_comparison_detects_another_size():

@@ -20,6 +20,7 @@ from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.kernels import TileSpec
 from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES
+from intaglio.kernels.winograd_sizes import FEWEST_PIXELS
 from intaglio.ops import op_def
 from intaglio.ops.opdef import Tail
 from intaglio.ops.products.scratch_memory import CACHE_LINE, MAX_SCRATCH_THREADS
@@ -99,6 +100,8 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     _tiles(code, context, plan, kernel)
     if kernel.transforms:
         _transformed(code, context, plan, piece, kernel)
+        if any(not isinstance(size, int) for size in context.graph.types[anchor.output].shape[2:]):
+            code(f"if (m.out.height * m.out.width < {FEWEST_PIXELS}) m.transformed = 0;")
     if kernel.int4:
         _int4_weights(code, context, plan, kernel.int4, kernel.expands, partition.output)
     if kernel.looks_up:

@@ -7,7 +7,7 @@
 #if defined(__AVX2__)
 enum {
     POSITIONS = 16,         // products of a square of 2 by 2 results
-    MOST_SQUARES = 96,      // of a chunk
+    MOST_SQUARES = 96,      // of a chunk: a part of a line of squares, a line, or some lines
     CACHED = 30,            // of a chunk of more than one line, so that their products stay in the first-level cache
     TOGETHER = 6,           // squares whose sums are in registers
     TRANSFORMED = 1 << 17,  // sums of inputs of a chunk
@@ -26,16 +26,22 @@ static inline int64_t squares_of_chunk(const struct Matmul* m) {
     return at_most(MOST_SQUARES, TRANSFORMED / (POSITIONS * inputs_of(m))) / TOGETHER * TOGETHER;
 }
 
-// Sums of inputs of some lines of squares: [position][square][input channel], `stride` from position to position.
-static __attribute__((noinline)) void transform_inputs(const struct Matmul* m, int64_t n, int64_t first, int64_t lines,
-                                                       int64_t stride, int16_t* to) {
-    const int64_t channels = inputs_of(m), across = squares_of_line(m);
-    for (int64_t y = first; y < first + lines; ++y)
-        for (int64_t x = 0; x < across; ++x, to += channels) {
+// Squares of an image that are computed together.
+struct Chunk {
+    int64_t image, line, lines;  // lines of squares, the first and their number
+    int64_t column, across;      // squares of a line, the first and their number
+};
+
+// Sums of inputs of a chunk: [position][square][input channel], `stride` from position to position.
+static __attribute__((noinline)) void transform_inputs(const struct Matmul* m, const struct Chunk* s, int64_t stride,
+                                                       int16_t* to) {
+    const int64_t channels = inputs_of(m);
+    for (int64_t y = s->line; y < s->line + s->lines; ++y)
+        for (int64_t x = s->column; x < s->column + s->across; ++x, to += channels) {
             const uint8_t* from[4][4];
             for (int64_t i = 0; i < 4; ++i)  // results outside of the image read the last line or column again
                 for (int64_t j = 0; j < 4; ++j)
-                    from[i][j] = at(&m->in, n, at_most(2 * y + i, m->out.height + 1) - m->top,
+                    from[i][j] = at(&m->in, s->image, at_most(2 * y + i, m->out.height + 1) - m->top,
                                     at_most(2 * x + j, m->out.width + 1) - m->left);
             for (int64_t c = 0; c < channels; c += PANEL_CHANNELS) {
                 __m256i d[4][4], e[4][4];
@@ -91,20 +97,20 @@ static __attribute__((noinline)) void multiply_squares(const int16_t* inputs, in
     memcpy(to, all, sizeof all);
 }
 
-// Add up the sums of products of some lines of squares: [line][pixel][output channel]. `stride`: from position to
-// position.
-static __attribute__((noinline)) void transform_sums(const int32_t* from, int64_t lines, int64_t across, int64_t stride,
+// Add up the sums of products of a chunk: [line][pixel][output channel]. `stride`: from position to position.
+static __attribute__((noinline)) void transform_sums(const int32_t* from, const struct Chunk* s, int64_t stride,
                                                      int32_t* to) {
-    for (int64_t line = 0; line < lines; ++line)
+    const int64_t across = s->across;
+    for (int64_t line = 0; line < s->lines; ++line)
         for (int64_t x = 0; x < across; ++x, from += PANEL_CHANNELS)
             for (int64_t half = 0; half < PANEL_CHANNELS; half += 8) {
                 __m256i e[2][4];
                 for (int64_t j = 0; j < 4; ++j) {
-                    __m256i s[4];
+                    __m256i sum[4];
                     for (int64_t i = 0; i < 4; ++i)
-                        s[i] = _mm256_loadu_si256((const __m256i*)(from + (4 * i + j) * stride + half));
-                    e[0][j] = _mm256_add_epi32(s[0], _mm256_add_epi32(s[1], s[2]));
-                    e[1][j] = _mm256_sub_epi32(_mm256_sub_epi32(s[1], s[2]), s[3]);
+                        sum[i] = _mm256_loadu_si256((const __m256i*)(from + (4 * i + j) * stride + half));
+                    e[0][j] = _mm256_add_epi32(sum[0], _mm256_add_epi32(sum[1], sum[2]));
+                    e[1][j] = _mm256_sub_epi32(_mm256_sub_epi32(sum[1], sum[2]), sum[3]);
                 }
                 for (int64_t i = 0; i < 2; ++i) {
                     int32_t* place = to + ((2 * line + i) * 2 * across + 2 * x) * PANEL_CHANNELS + half;
@@ -116,43 +122,68 @@ static __attribute__((noinline)) void transform_sums(const int32_t* from, int64_
             }
 }
 
-LIBRARY int can_transform(const struct Matmul* m) {
-    return m->transformed && squares_of_line(m) <= squares_of_chunk(m) && m->out.height && m->out.width;
+LIBRARY int can_transform(const struct Matmul* m) { return m->transformed && m->out.height && m->out.width; }
+
+// Memory of a thread.
+struct Scratch {
+    int16_t inputs[TRANSFORMED] __attribute__((aligned(64)));
+    int32_t products[POSITIONS * MOST_SQUARES * PANEL_CHANNELS] __attribute__((aligned(64)));
+    int32_t sums[MOST_SQUARES * SQUARE] __attribute__((aligned(64)));
+};
+
+// Compute the results of a chunk from panel `low` to `high` (exclusive): tiles `begin` to `end` of each line of
+// `tiles`. The kernels of `w` read sums instead of inputs.
+static void compute_chunk(const struct Matmul* m, struct Matmul* w, const struct Chunk* s, int64_t low, int64_t high,
+                          int64_t begin, int64_t end, int64_t tiles, struct Scratch* scratch) {
+    const int64_t channels = inputs_of(m), count = s->lines * s->across, height = m->out.height, width = m->out.width;
+    const int64_t squares = (count + TOGETHER - 1) / TOGETHER * TOGETHER, stride = squares * channels;
+    const int64_t weights = POSITIONS * PANEL_CHANNELS * channels, line = 2 * s->line;
+    transform_inputs(m, s, stride, scratch->inputs);
+    w->in.line = 2 * s->across * w->in.pixel;
+    w->in.base = (uint8_t*)scratch->sums - line * w->in.line - 2 * s->column * w->in.pixel;
+    const int64_t first = s->image * height + line, last = s->image * height + at_most(line + 2 * s->lines, height);
+    for (int64_t panel = low; panel < high; ++panel) {
+        for (int64_t position = 0; position < POSITIONS; ++position)
+            for (int64_t square = 0; square < count; square += TOGETHER)
+                multiply_squares(scratch->inputs + position * stride + square * channels, channels,
+                                 m->transformed + panel * weights + position * PANEL_CHANNELS * channels,
+                                 scratch->products + (position * squares + square) * PANEL_CHANNELS);
+        transform_sums(scratch->products, s, squares * PANEL_CHANNELS, scratch->sums);
+        if (end - begin == tiles) {
+            matmul_span(w, panel, first * tiles, last * tiles, tiles, width);
+            continue;
+        }
+        for (int64_t y = first; y < last; ++y) matmul_span(w, panel, y * tiles + begin, y * tiles + end, tiles, width);
+    }
 }
 
 LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads) {
-    const int64_t per_image = (m->out.height + 1) / 2, across = squares_of_line(m), channels = inputs_of(m);
-    const int64_t lines = m->out.images * per_image, height = m->out.height, width = m->out.width;
-    const int64_t tiles = (width + m->rows - 1) / m->rows, weights = POSITIONS * PANEL_CHANNELS * channels;
-    const int shares_panels = m->out.images * height * width < m->split_channels_below || lines < threads;
+    const int64_t per_image = (m->out.height + 1) / 2, across = squares_of_line(m), most = squares_of_chunk(m);
+    const int64_t lines = m->out.images * per_image, width = m->out.width;
+    const int64_t tiles = (width + m->rows - 1) / m->rows, least = width / tiles, longer = width % tiles;
+    const int shares_panels = m->out.images * m->out.height * width < m->split_channels_below || lines < threads;
     const int64_t begin = shares_panels ? 0 : shard_begin(lines, thread, threads),
                   end = shares_panels ? lines : shard_begin(lines, thread + 1, threads);
     const int64_t low = shares_panels ? shard_begin(m->panels, thread, threads) : 0,
                   high = shares_panels ? shard_begin(m->panels, thread + 1, threads) : m->panels;
     if (low == high) return;
-    const int64_t most = at_least(at_most(CACHED, squares_of_chunk(m)) / across, 1);
-    int16_t inputs[TRANSFORMED] __attribute__((aligned(64)));
-    int32_t products[POSITIONS * MOST_SQUARES * PANEL_CHANNELS] __attribute__((aligned(64)));
-    int32_t sums[MOST_SQUARES * SQUARE] __attribute__((aligned(64)));
+    // Parts of a line are whole tiles, so that neighbouring parts may share a square.
+    const int64_t together = across <= most ? tiles : at_least((2 * most - 2) / (least + (longer > 0)), 1);
+    const int64_t parts = (tiles + together - 1) / together, some = at_least(at_most(CACHED, most) / across, 1);
+    struct Scratch scratch;
     struct Matmul w = *m;
     w.kernels = m->sums_kernels, w.last_kernels = m->sums_last_kernels;
     w.stride_y = 1, w.top = w.left = 0;
-    w.in.pixel = w.tile.a_pixel = PANEL_CHANNELS * sizeof(int32_t), w.in.line = 2 * across * w.in.pixel, w.in.image = 0;
-    for (int64_t line = begin, count; line < end; line += count) {
-        const int64_t n = line / per_image, y = line % per_image;
-        count = at_most(at_most(most, end - line), per_image - y);
-        const int64_t squares = (count * across + TOGETHER - 1) / TOGETHER * TOGETHER, stride = squares * channels;
-        transform_inputs(m, n, y, count, stride, inputs);
-        const int64_t first = n * height + 2 * y, last = n * height + at_most(2 * (y + count), height);
-        w.in.base = (uint8_t*)sums - 2 * y * w.in.line;
-        for (int64_t panel = low; panel < high; ++panel) {
-            for (int64_t position = 0; position < POSITIONS; ++position)
-                for (int64_t square = 0; square < count * across; square += TOGETHER)
-                    multiply_squares(inputs + position * stride + square * channels, channels,
-                                     m->transformed + panel * weights + position * PANEL_CHANNELS * channels,
-                                     products + (position * squares + square) * PANEL_CHANNELS);
-            transform_sums(products, count, across, squares * PANEL_CHANNELS, sums);
-            matmul_span(&w, panel, first * tiles, last * tiles, tiles, width);
+    w.in.pixel = w.tile.a_pixel = PANEL_CHANNELS * sizeof(int32_t), w.in.image = 0;
+    struct Chunk s = {};
+    for (int64_t line = begin; line < end; line += s.lines) {
+        s.image = line / per_image, s.line = line % per_image;
+        s.lines = at_most(at_most(some, end - line), per_image - s.line);
+        for (int64_t part = 0; part < parts; ++part) {
+            const int64_t from = shard_begin(tiles, part, parts), to = shard_begin(tiles, part + 1, parts);
+            const int64_t x = from * least + at_most(from, longer), end_x = to * least + at_most(to, longer);
+            s.column = x / 2, s.across = (end_x + 1) / 2 - s.column;
+            compute_chunk(m, &w, &s, low, high, from, to, tiles, &scratch);
         }
     }
 }

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-from intaglio.ir import Dim, Graph, Op, Schedule, evaluate
+from intaglio.ir import Dim, Graph, Op, Schedule
 from intaglio.kernels import DepthwiseSpec, Isa, TileSpec
 from intaglio.kernels.depthwise_spec import MAX_INPUT_ROWS
 from intaglio.kernels.instruction_set import LARGEST_SIZE
 from intaglio.kernels.tile_spec import PACKED_RESULTS
-from intaglio.kernels.winograd_sizes import MOST_INPUTS, most_squares
+from intaglio.kernels.winograd_sizes import FEWEST_PIXELS, MOST_INPUTS
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Box, Run, Strides, reshaped_copy
 from intaglio.ops.movement.pixel_shuffle import SHUFFLE
@@ -44,8 +44,6 @@ MAX_DEPTHWISE_COLUMNS = 15
 """Maximum number of tap columns of a depthwise kernel."""
 RECURRENT_CHUNK_BYTES = 1 << 19
 """Bytes of x that stay in cache while all panels of a recurrent layer pass over them."""
-FEWEST_TRANSFORMED_PIXELS = 128
-"""Smallest number of pixels of an image for which products by Winograd's method take longer than reading weights."""
 MOST_TRANSFORMED_CHANNELS = 1 << 17
 """Largest product of input and output channels of Winograd's method: 4 MB of weights, which every chunk of two lines
 reads from the third-level cache."""
@@ -125,17 +123,16 @@ def _is_worth_widening(piece: Piece, tile: TileSpec) -> bool:
 
 def _is_worth_transforming(piece: Piece, partition: Partition, graph: Graph) -> bool:
     """Return whether Winograd's method computes a piece in less time: a layer of 3x3 taps with so many pixels, and so
-    few channels, that its weights, which become 3.6 times as large, are not what takes the time."""
+    few channels, that its weights, which become 3.6 times as large, are not what takes the time. Free sizes may be
+    large enough; calls find out."""
     outputs, inputs, *taps = piece.shape
     sizes = graph.types[partition.anchor.output].shape[2:]
-    plain = taps == [3, 3] and piece.stride == piece.dilation == (1, 1) and piece.phases is None
-    known = all(isinstance(size, int) for size in sizes) and len(sizes) == 2
-    if not plain or not known or partition.anchor.attrs.get("groups", 1) > 1:
+    if partition.anchor.attrs.get("groups", 1) > 1 or len(sizes) != 2 or taps != [3, 3] or piece.phases is not None:
         return False
-    height, width = (evaluate(size, {}) for size in sizes)
-    fits = (width + 1) // 2 <= most_squares(inputs)
+    plain = piece.stride == piece.dilation == (1, 1) and inputs % 16 == 0
     few_channels = inputs <= MOST_INPUTS and inputs * outputs <= MOST_TRANSFORMED_CHANNELS
-    return inputs % 16 == 0 and fits and few_channels and height * width >= FEWEST_TRANSFORMED_PIXELS
+    pixels = sizes[0] * sizes[1]
+    return plain and few_channels and (not isinstance(pixels, int) or pixels >= FEWEST_PIXELS)
 
 
 def _row_taps(partition: Partition, piece: Piece, tile: TileSpec, isa: Isa) -> int:
