@@ -13,8 +13,9 @@ from intaglio.native.native_library import parallel_address
 from support.matmul_library import CPP_ISA_PARAMS, EXPORT, Memory
 
 CANARY = 0xA5
-WIDTHS = (*range(1, 36), 47, 48, 49, 224)
-"""From less than a vector of any instruction set to several, with any rest."""
+WIDTHS = (*range(1, 36), 47, 48, 49, 224, *range(70, 85), 130, 144, 145, 200)
+"""From less than a vector of any instruction set to several, with any rest, and several blocks of many channels."""
+CHANNELS = (1, 2, 3, 4, 5, 6, 9, 19)
 ORDERS = {"planes": (0, 1, 2, 3), "channels last": (0, 2, 3, 1)}
 ODD = (np.nan, np.inf, -np.inf, 0.5, -0.5, 1.5, 1e30, -1e30, -0.0)
 
@@ -102,7 +103,7 @@ def quantized(
 def test_float_rows_of_any_width_are_quantized(isa, order):
     for seed, width in enumerate(WIDTHS):
         draw = np.random.default_rng(seed)
-        x = draw.normal(0, 2, (2, 1 + seed % 6, 3, width)).astype(np.float32)
+        x = draw.normal(0, 2, (2, CHANNELS[seed % 8], 3, width)).astype(np.float32)
         x.flat[draw.integers(0, x.size, len(ODD))] = ODD
         scale, zero_point, low, high = 0.03 * (1 + seed % 3), int(draw.integers(3, 100)), seed % 4, 255 - seed % 7
         inverse = numerics.reciprocal(scale)
@@ -118,7 +119,7 @@ def test_float_rows_of_any_width_are_quantized(isa, order):
 def test_every_channel_has_parameters_of_its_own(isa, order):
     for seed, width in enumerate(WIDTHS):
         draw = np.random.default_rng(seed)
-        channels = 1 + seed % 6
+        channels = CHANNELS[seed % 8]
         x = draw.normal(0, 1, (1, channels, 2, width)).astype(np.float32)
         x.flat[draw.integers(0, x.size, len(ODD))] = ODD
         gain, shift = (draw.uniform(20, 90, channels).astype(np.float32) for _ in range(2))
@@ -136,5 +137,5 @@ def test_every_channel_has_parameters_of_its_own(isa, order):
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_bytes_of_any_width_are_moved(isa, order):
     for seed, width in enumerate(WIDTHS):
-        x = np.random.default_rng(seed).integers(0, 256, (2, 1 + seed % 6, 3, width)).astype(np.uint8)
+        x = np.random.default_rng(seed).integers(0, 256, (2, CHANNELS[seed % 8], 3, width)).astype(np.uint8)
         np.testing.assert_array_equal(quantized(isa, x, order), x, f"width {width}")

@@ -6,6 +6,8 @@
 #include "base/intrinsics.h"
 #include "base/numerics.h"
 
+enum { BLOCK_PIXELS = 64 };
+
 static inline struct ClipBounds bounds_of(const struct Affine* q) {
     return clip_bounds(q->inverse, q->offset, q->zero_point, q->low, q->high);
 }
@@ -120,6 +122,8 @@ static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
 #if defined(__AVX2__)
 enum { PLANES = 4 };  // interleaved at once, at most
 
+static inline void store_lanes(uint32_t* to, Dwords dwords) { memcpy(to, &dwords, sizeof dwords); }
+
 // Constants that quantize a channel. The bounds are integers, so values may be clamped before they are rounded.
 struct Steps {
     Plane inverse, offset, least, most, clip_least, clip_most, clip_masked;
@@ -146,9 +150,20 @@ static inline int64_t clipped_in(const float* from, int64_t count, const struct 
     return clipped;
 }
 
+// Store the low `channels` bytes of each dword to bytes that are `pixel` apart.
+static inline void store_channels(uint8_t* to, Dwords dwords, int64_t channels, int64_t pixel) {
+    if (pixel == channels) {
+        store_pixels(to, dwords, channels);
+        return;
+    }
+    uint32_t lanes[PLANE];
+    store_lanes(lanes, dwords);
+    for (int64_t i = 0; i < PLANE; ++i) memcpy(to + i * pixel, lanes + i, (size_t)channels);
+}
+
 // Quantize and interleave planes as quantize_planes does. Their number is fixed, so that registers hold the constants.
 template <int64_t channels>
-static inline int64_t quantize_channels(const float* from, int64_t plane, int64_t width, uint8_t* to,
+static inline int64_t quantize_channels(const float* from, int64_t plane, int64_t width, uint8_t* to, int64_t pixel,
                                         const struct Affine* q, int64_t stride, int64_t* clipped) {
     if (width < PLANE) return 0;
     struct Steps by[channels];
@@ -164,7 +179,7 @@ static inline int64_t quantize_channels(const float* from, int64_t plane, int64_
             dwords = add_dwords(dwords, bounded_steps(steps, by[c].least, by[c].most), c);
             if (!again) counts = count_lanes(counts, steps, by[c].clip_least, by[c].clip_most, by[c].clip_masked);
         }
-        store_pixels(to + x * channels, dwords, channels);
+        store_channels(to + x * pixel, dwords, channels, pixel);
     }
     *clipped += sum_of(counts);
     for (int64_t c = 0; c < channels; ++c) {
@@ -174,49 +189,66 @@ static inline int64_t quantize_channels(const float* from, int64_t plane, int64_
     return width;
 }
 
-// Quantize and interleave up to 4 planes of floats; plane c has the parameters q[c * stride]. Return the number of
-// pixels done: all, or 0 if the row is narrower than a vector. Add the number of clipped values to `clipped`.
+// Quantize and interleave up to 4 planes of floats to pixels that are `pixel` bytes apart; plane c has the parameters
+// q[c * stride]. Return the number of pixels done: all, or 0 if the row is narrower than a vector. Add the number of
+// clipped values to `clipped`.
 static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q, int64_t stride, int64_t* clipped) {
+                                      int64_t pixel, const struct Affine* q, int64_t stride, int64_t* clipped) {
     switch (channels) {
         case 1:
-            return quantize_channels<1>(from, plane, width, to, q, stride, clipped);
+            return quantize_channels<1>(from, plane, width, to, pixel, q, stride, clipped);
         case 2:
-            return quantize_channels<2>(from, plane, width, to, q, stride, clipped);
+            return quantize_channels<2>(from, plane, width, to, pixel, q, stride, clipped);
         case 3:
-            return quantize_channels<3>(from, plane, width, to, q, stride, clipped);
+            return quantize_channels<3>(from, plane, width, to, pixel, q, stride, clipped);
         default:
-            return quantize_channels<4>(from, plane, width, to, q, stride, clipped);
+            return quantize_channels<4>(from, plane, width, to, pixel, q, stride, clipped);
     }
 }
 
-// Interleave up to 4 planes of bytes. Return the number of pixels done, as quantize_planes does.
-static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels,
-                                        uint8_t* to) {
+// Interleave planes of bytes as interleave_planes does.
+template <int64_t channels>
+static inline int64_t interleave_channels(const uint8_t* from, int64_t plane, int64_t width, uint8_t* to,
+                                          int64_t pixel) {
     for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
         Dwords dwords = load_dwords(from + x);
         for (int64_t c = 1; c < channels; ++c) dwords = add_dwords(dwords, load_dwords(from + c * plane + x), c);
-        store_pixels(to + x * channels, dwords, channels);
+        store_channels(to + x * pixel, dwords, channels, pixel);
     }
     return width < PLANE ? 0 : width;
 }
 
+// Interleave up to 4 planes of bytes. Return the number of pixels done, as quantize_planes does.
+static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels,
+                                        uint8_t* to, int64_t pixel) {
+    switch (channels) {
+        case 1:
+            return interleave_channels<1>(from, plane, width, to, pixel);
+        case 2:
+            return interleave_channels<2>(from, plane, width, to, pixel);
+        case 3:
+            return interleave_channels<3>(from, plane, width, to, pixel);
+        default:
+            return interleave_channels<4>(from, plane, width, to, pixel);
+    }
+}
+
 static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q,
                                     int64_t* clipped) {
-    return quantize_planes(from, 0, count, 1, to, q, 0, clipped);
+    return quantize_planes(from, 0, count, 1, to, 1, q, 0, clipped);
 }
 #else
-enum { PLANES = 0 };
+enum { PLANE = 1, PLANES = 4 };
 
 static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q, int64_t stride, int64_t* clipped) {
-    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)q, (void)stride, (void)clipped;
+                                      int64_t pixel, const struct Affine* q, int64_t stride, int64_t* clipped) {
+    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)pixel, (void)q, (void)stride, (void)clipped;
     return 0;
 }
 
 static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels,
-                                        uint8_t* to) {
-    (void)from, (void)plane, (void)width, (void)channels, (void)to;
+                                        uint8_t* to, int64_t pixel) {
+    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)pixel;
     return 0;
 }
 
@@ -226,6 +258,12 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
     return 0;
 }
 #endif
+
+// Return the end of the pixels of a row that are interleaved together from pixel x on: all, or so many that they stay
+// in the first-level cache while further planes are read, but none too few for a vector at the end of the row.
+static inline int64_t end_of_block(int64_t x, int64_t width, int64_t channels) {
+    return channels <= PLANES || width - x < BLOCK_PIXELS + PLANE ? width : x + BLOCK_PIXELS;
+}
 
 // Quantize `count` values that are `from_step` floats apart, to bytes that are `to_step` apart, and return how many are
 // clipped.
@@ -260,12 +298,20 @@ LIBRARY void quantize_image(const float* from, const int64_t* strides, const str
             }
             continue;
         }
-        int64_t done = 0;
-        if (strides[3] == 1 && channels <= PLANES)
-            done = quantize_planes(line, strides[1], out->width, channels, to, q, stride, &clipped);
-        for (int64_t c = 0; c < channels; ++c)
-            clipped += quantize_strided(line + c * strides[1] + done * strides[3], strides[3], out->width - done,
-                                        to + done * channels + c, channels, q + c * stride);
+        for (int64_t x = 0, end; x < out->width; x = end) {
+            end = end_of_block(x, out->width, channels);
+            for (int64_t c = 0; c < channels; c += PLANES) {
+                const int64_t planes = channels - c < PLANES ? channels - c : PLANES;
+                const float* values = line + c * strides[1] + x * strides[3];
+                uint8_t* bytes = to + x * channels + c;
+                if (strides[3] == 1 && quantize_planes(values, strides[1], end - x, planes, bytes, channels,
+                                                       q + c * stride, stride, &clipped))
+                    continue;
+                for (int64_t i = 0; i < planes; ++i)
+                    clipped += quantize_strided(values + i * strides[1], strides[3], end - x, bytes + i, channels,
+                                                q + (c + i) * stride);
+            }
+        }
     }
     add_clipped(counts, range, clipped);
 }
@@ -280,10 +326,19 @@ LIBRARY void copy_image(const uint8_t* from, const int64_t* strides, const struc
             memcpy(to, line, (size_t)(out->width * channels));
             continue;
         }
-        int64_t done = 0;
-        if (strides[3] == 1 && channels <= PLANES) done = interleave_planes(line, strides[1], out->width, channels, to);
-        for (int64_t c = 0; c < channels; ++c)
-            for (int64_t x = done; x < out->width; ++x) to[x * channels + c] = line[c * strides[1] + x * strides[3]];
+        for (int64_t x = 0, end; x < out->width; x = end) {
+            end = end_of_block(x, out->width, channels);
+            for (int64_t c = 0; c < channels; c += PLANES) {
+                const int64_t planes = channels - c < PLANES ? channels - c : PLANES;
+                const uint8_t* values = line + c * strides[1] + x * strides[3];
+                uint8_t* bytes = to + x * channels + c;
+                if (strides[3] == 1 && interleave_planes(values, strides[1], end - x, planes, bytes, channels))
+                    continue;
+                for (int64_t i = 0; i < planes; ++i)
+                    for (int64_t j = 0; j < end - x; ++j)
+                        bytes[j * channels + i] = values[i * strides[1] + j * strides[3]];
+            }
+        }
     }
 }
 
