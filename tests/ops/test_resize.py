@@ -1,19 +1,25 @@
 """Upsampling: which values torch reads for an output, and whole models of it."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.export import Dim
 
 from intaglio import stages
+from intaglio.lower import Lowered
 from intaglio.ops import check_graph
 from intaglio.ops.images.resize import linear, nearest
+from intaglio.runtime import QuantizedModel
 from support.lowering import assert_equal_quantized, kinds, quantized, tensors
 from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
+from support.programs import threads
 from support.slow_params import slow_params_except
 
 SIZES = st.integers(1, 40)
@@ -118,6 +124,34 @@ def test_upsampling_runs_in_int8(name, isa):
     for batch in (x, x[:1], x[:0]):
         pairs = zip(tensors(compiled(batch)), tensors(lowered(batch)), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
+
+
+@cache
+def free_bilinear(channels: int, isa: str) -> tuple[Lowered, QuantizedModel]:
+    """Bilinear upsampling of an image of any size, from the integer graph and compiled."""
+    model = randomize(
+        Body(
+            lambda m, x: F.interpolate(m.image(x), scale_factor=(2, 3), mode="bilinear"),
+            image=nn.Conv2d(3, channels, 1),
+        )
+    )
+    free = (({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},),)
+    prepared = stages.prepare(stages.capture(model, (x := torch.randn(2, 3, 5, 6),), dynamic_shapes=free))
+    lowered = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [x])))
+    return lowered, stages.compile(lowered, isa=isa)
+
+
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
+@pytest.mark.parametrize("channels", [5, 33, 64, 2100])
+@settings(max_examples=10)
+@given(data=st.data())
+def test_any_number_of_channels_and_pixels_is_interpolated(channels, isa, data):
+    """Rows are computed in parts, and vectors reach into the next pixel. Two threads share the rows."""
+    lowered, compiled = free_bilinear(channels, isa)
+    width = data.draw(st.integers(1, 3 if channels > 64 else 60))
+    x = torch.randn(data.draw(st.integers(1, 2)), 3, data.draw(st.integers(1, 7)), width)
+    with threads(2):
+        assert torch.equal(compiled(x), lowered(x)), x.shape
 
 
 def test_nearest_resizes_share_parameters_and_means_have_their_own():

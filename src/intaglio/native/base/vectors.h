@@ -185,6 +185,8 @@ static inline float magnitude(float x) { return x < 0 ? -x : x; }
 
 // Return what `widen_quarter` gives for the zero point. The difference from it is exactly q - zero_point.
 static inline Floats origin(int32_t zero) { return floats((float)(8388608 + zero)); }
+
+static inline void store_floats(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 #endif
 
 // Iterate over `count` quantized values, whole pixels of `period` channels, a vector at a time: `i` is the first
