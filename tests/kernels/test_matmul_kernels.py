@@ -179,12 +179,22 @@ def test_threads_and_blocking_do_not_change_a_bit(isa):
     "sizes",
     [
         {"per_group": 40, "width": 1700},
+        {"per_group": 40, "width": 1700, "padding": (0, 0, 1, 1), "taps": (1, 3), "dilation": (1, 2)},
+        {"per_group": 40, "width": 1700, "height": 3, "padding": (0, 0, 1, 1), "taps": (1, 3), "images": 2},
         {"per_group": 40, "width": 1700, "padding": (1, 1, 1, 1), "taps": (3, 3)},
         {"per_group": 64, "width": 300, "height": 9, "stride": (2, 2), "padding": (1, 1, 1, 1), "taps": (3, 3)},
         {"per_group": 8, "groups": 4, "width": 70},
         {"per_group": 6, "width": 70},
     ],
-    ids=["chunks of a line", "too large a line", "chunks of lines", "groups", "channels of no whole step"],
+    ids=[
+        "chunks of a line",
+        "chunks of a padded line",
+        "chunks of padded lines",
+        "too large a line",
+        "chunks of lines",
+        "groups",
+        "channels of no whole step",
+    ],
 )
 def test_inputs_of_any_size_are_widened_or_multiplied_as_they_are(isa, sizes):
     case = Case(widened=True, per_group_out=40, rows=ISAS[isa].max_tile_rows[1], zero_points=(3, 5, 0), **sizes)

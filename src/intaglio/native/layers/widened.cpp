@@ -19,7 +19,12 @@ struct Extent {
     int64_t bytes;
 };
 
-// Return the input of tiles first to last (exclusive): that of whole lines, unless all pixels are one line.
+// Return the pixel of a line at which a tile begins. Tiles have nearly equal heights, as in matmul_span.
+static int64_t pixel_of_tile(int64_t tile, int64_t tiles, int64_t width) {
+    return tile * (width / tiles) + at_most(tile, width % tiles);
+}
+
+// Return the input of tiles first to last (exclusive): that of whole lines if they lie in several lines.
 static struct Extent input_of(const struct Matmul* m, int64_t first, int64_t last, int64_t tiles, int64_t width) {
     const struct Tile* t = &m->tile;
     int64_t reach = (t->tap_rows - 1) * t->a_row + (t->taps - 1) * t->a_tap + 4 * t->run;
@@ -28,16 +33,12 @@ static struct Extent input_of(const struct Matmul* m, int64_t first, int64_t las
         for (int64_t panel = 0; panel < m->panels; ++panel) furthest = at_least(furthest, m->first_channel[panel]);
         reach += furthest;
     }
-    if (m->flat) {
-        const int64_t least = width / tiles, longer = width % tiles;
-        const int64_t begin = first * least + at_most(first, longer), end = last * least + at_most(last, longer);
-        const uint8_t* from = at(&m->in, 0, -m->top, -m->left) + begin * t->a_pixel;
-        return (struct Extent){from, (end - 1 - begin) * t->a_pixel + reach};
-    }
-    const int64_t begin = first / tiles, end = (last - 1) / tiles, height = m->out.height;
-    const uint8_t *from = at(&m->in, begin / height, begin % height * m->stride_y - m->top, -m->left),
+    const int64_t begin = m->flat ? 0 : first / tiles, end = m->flat ? 0 : (last - 1) / tiles, height = m->out.height;
+    const int64_t x = begin == end ? pixel_of_tile(first - begin * tiles, tiles, width) : 0,
+                  end_x = begin == end ? pixel_of_tile(last - end * tiles, tiles, width) : width;
+    const uint8_t *from = at(&m->in, begin / height, begin % height * m->stride_y - m->top, -m->left) + x * t->a_pixel,
                   *to = at(&m->in, end / height, end % height * m->stride_y - m->top, -m->left);
-    return (struct Extent){from, to - from + (width - 1) * t->a_pixel + reach};
+    return (struct Extent){from, to - from + (end_x - 1) * t->a_pixel + reach};
 }
 
 // Return whether every step of 4 values begins a multiple of 4 bytes behind the first one. `widen` changes the order of
