@@ -16,6 +16,7 @@ from intaglio.errors import InputError
 from support.eager_models import integers
 from support.lowering import sqnr
 from support.nets import Body
+from support.slow_params import slow_params, slow_params_except
 
 
 @dataclasses.dataclass
@@ -120,7 +121,16 @@ RESULTS_TO_OPEN = {
 }
 
 
-@pytest.mark.parametrize("kind", RESULTS_TO_OPEN)
+@pytest.mark.parametrize(
+    "kind",
+    slow_params_except(
+        "function",
+        "partial function",
+        "read-only dictionary",
+        of=RESULTS_TO_OPEN,
+        reason="another class that holds tensors",
+    ),
+)
 def test_a_result_may_hold_tensors_anywhere(kind, caplog):
     close, read = RESULTS_TO_OPEN[kind]
     model = layers(lambda m, x: close(m.b(torch.relu(m.a(x)))))
@@ -153,7 +163,12 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ARGUMENTS)
+@pytest.mark.parametrize(
+    "kind",
+    slow_params_except(
+        "read-only dictionary", "parameter list", "function", of=ARGUMENTS, reason="another class that holds tensors"
+    ),
+)
 def test_an_argument_may_be_anything(kind):
     make, read = ARGUMENTS[kind]
     model = layers(lambda m, x, given: m.b(torch.relu(m.a(x + read(given)))))
@@ -172,7 +187,9 @@ def beside(m: Any, x: Tensor, kept: list[Tensor]) -> Any:
     return h
 
 
-@pytest.mark.parametrize("body", [put_aside, beside])
+@pytest.mark.parametrize(
+    "body", [put_aside, *slow_params(beside, reason="a result beside the one that is left behind")]
+)
 def test_layers_whose_results_a_call_leaves_behind_run_in_int8(body):
     model = layers(body)
     found, expected = list[Tensor](), list[Tensor]()
@@ -210,6 +227,7 @@ class Masked(nn.Module):
         return masked(self, x, mask, more=more)
 
 
+@pytest.mark.slow(reason="six forms of a call; a call that calibration did not have is named below")
 def test_strict_accepts_every_call_that_calibration_had():
     model, mask = Masked().eval(), torch.ones(16)
     calls: list[tuple[Any, dict[str, Any]]] = [
@@ -242,6 +260,7 @@ def test_strict_names_a_call_that_calibration_did_not_have():
         found(rows(), more={"b": mask})
 
 
+@pytest.mark.slow(reason="calls leave tensors behind above")
 def test_tensors_that_a_call_leaves_behind_are_plain():
     def body(m: Any, x: Tensor, given: list[Tensor]) -> Tensor:
         m.last = torch.relu(m.a(x))

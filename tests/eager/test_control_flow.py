@@ -40,6 +40,7 @@ class EarlyExit(nn.Module):
         return self.late(self.second(y).mean((2, 3))), 2
 
 
+@pytest.mark.slow(reason="images through both exits; a recursive network takes more ways below")
 @pytest.mark.parametrize(
     "order", slow_params_except((1, -1, 1, -1), of=[(1, -1, 1, -1), (-1, 1, -1, 1)], reason="the other exit first")
 )
@@ -181,6 +182,7 @@ class Settling(nn.Module):
         return x, turns
 
 
+@pytest.mark.slow(reason="trees reuse recordings above")
 def test_a_while_loop_over_data_reuses_its_body(caplog):
     model = nets.randomize(Settling())
     calls = [(x, torch.tensor(turns)) for (x,), turns in zip(draws(2, 8), (2, 3, 1, 0), strict=True)]
@@ -236,7 +238,12 @@ STRICT = {
 
 
 @pytest.mark.case("frontends A7")
-@pytest.mark.parametrize("case", STRICT)
+@pytest.mark.parametrize(
+    "case",
+    slow_params_except(
+        "one that is known elsewhere", "one more", of=STRICT, reason="another operator is found in the same place"
+    ),
+)
 def test_strict_names_module_operator_and_line_of_a_sequence_that_is_new(case):
     """A7: another operator, one more, one fewer; the call after the error is right."""
     words, *found = STRICT[case]
@@ -268,6 +275,7 @@ def test_without_strict_new_sequences_work_and_new_operators_are_logged_once(wor
     assert all("inner.c" in m and "call of the module" in m and "test_control_flow.py:" in m for m in messages)
 
 
+@pytest.mark.slow(reason="converts a loop strictly; new sequences are refused above")
 @pytest.mark.case("frontends A7")
 def test_loops_of_other_lengths_and_float_operators_are_no_new_sequence():
     """A7: a body seen twice in a row may run any number of times; what is not quantized is free."""
@@ -277,6 +285,7 @@ def test_loops_of_other_lengths_and_float_operators_are_no_new_sequence():
         converted(uniform()[0], words)
 
 
+@pytest.mark.slow(reason="one warning for each operator is counted above")
 def test_one_warning_for_each_new_operator_that_names_where_it_is(caplog):
     def body(m, x, more):
         x = m.f(x)
@@ -310,6 +319,7 @@ def nested(m, pair):
     return m.f(x) if y is None else m.f(x) + m.g(y)
 
 
+@pytest.mark.slow(reason="nested arguments have tests in test_calls_and_results.py")
 def test_arguments_nested_otherwise_than_the_examples_run_and_are_an_error_with_strict():
     model = nets.randomize(Body(nested, f=nn.Linear(8, 8), g=nn.Linear(8, 8)))
     prepared = prepared_on(model, [({"x": x, "y": x},) for x in uniform()])
@@ -335,7 +345,7 @@ class Growing(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("how", ["adds", "replaces"])
+@pytest.mark.parametrize("how", [*slow_params("adds", reason="a module more is found by the same names"), "replaces"])
 def test_a_model_that_replaces_its_modules_is_refused(how):
     with pytest.raises(CaptureError, match="layers"):
         eager.prepare(Growing(how), uniform()[0])
@@ -459,6 +469,7 @@ def test_two_threads_calibrate_the_same_model():
     assert first == second
 
 
+@pytest.mark.slow(reason="calibrates a model within a model; an int8 submodule is unchanged below")
 @pytest.mark.case("frontends B10")
 def test_a_converted_model_inside_another_that_is_prepared(caplog):
     """B10: it stays what it is, its calls are its own."""
@@ -482,7 +493,9 @@ def test_a_converted_model_inside_another_that_is_prepared(caplog):
 CONTEXTS = [torch.no_grad, torch.enable_grad, torch.inference_mode, lambda: torch.autocast("cpu")]
 
 
-@pytest.mark.parametrize("around", CONTEXTS)
+@pytest.mark.parametrize(
+    "around", slow_params_except(torch.enable_grad, of=CONTEXTS, reason="other managers around the same calls")
+)
 def test_context_managers_around_calls_do_not_change_results(around, caplog):
     model = nets.randomize(Turning())
     with around():
@@ -498,7 +511,9 @@ def test_context_managers_around_calls_do_not_change_results(around, caplog):
     assert not warnings_of(caplog)
 
 
-@pytest.mark.parametrize("kind", ["converted", "program"])
+@pytest.mark.parametrize(
+    "kind", [*slow_params("converted", reason="a program is called in the same way as a converted model"), "program"]
+)
 def test_an_int8_submodule_is_unchanged_in_a_prepared_model(kind):
     draw = torch.Generator().manual_seed(0)
     data = [torch.randn(4, 8, generator=draw) for _ in range(3)]

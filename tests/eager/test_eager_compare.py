@@ -74,6 +74,7 @@ def test_branches_are_compared_where_they_ran(caplog):
     assert not warnings_of(caplog)
 
 
+@pytest.mark.slow(reason="converts a model twice; branches are compared above")
 @pytest.mark.case("frontends B12")
 def test_accumulated_error_continues_across_recordings():
     """``so far`` of an operator of a later recording knows the noise of the earlier one; ``alone`` does not."""
@@ -118,6 +119,7 @@ def test_a_single_recording_is_compared_like_its_explicit_graph():
     assert intaglio.compare(model, quantized, data).rows == intaglio.compare(model, eager.rewrite(quantized), data).rows
 
 
+@pytest.mark.slow(reason="calibrates a model whose int8 form takes another branch")
 @pytest.mark.case("frontends B12")
 def test_a_call_with_another_branch_in_int8_is_compared_up_to_the_branch():
     """Numbers decide the way, and int8 has others: said, and no wrong pair is made."""
@@ -151,6 +153,7 @@ def test_the_state_of_another_branching_model_is_refused_by_name():
         intaglio.compare(other.eval(), quantized, [rows(0)])
 
 
+@pytest.mark.slow(reason="compares a model with branches once more")
 @pytest.mark.case("frontends B12")
 def test_comparing_changes_neither_model():
     model = nets.randomize(EarlyExit())
@@ -167,6 +170,7 @@ def test_comparing_changes_neither_model():
     assert all(torch.equal(state[name], after[name]) for name in state)
 
 
+@pytest.mark.slow(reason="compares a recurrent model in both modes")
 def test_gates_of_a_recurrent_cell_are_compared_in_both_modes():
     model = nets.randomize(Tagger())
     data = [sentences(seed, 3) for seed in range(3)]

@@ -132,7 +132,16 @@ def converted_once(name: str) -> tuple[nn.Module, list[Tensor]]:
 
 @pytest.mark.case("frontends B11")
 @pytest.mark.parametrize("name", slow_params_except("early exit", of=MODELS, reason="other models take the same ways"))
-@pytest.mark.parametrize("way", [copy.deepcopy, saved_and_loaded, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *slow_params(copy.deepcopy, reason="copies and pickles hold the same state as a saved file"),
+        saved_and_loaded,
+        *slow_params(
+            lambda m: pickle.loads(pickle.dumps(m)), reason="copies and pickles hold the same state as a saved file"
+        ),
+    ],
+)
 def test_a_copy_of_a_converted_model_gives_the_same_bits(name, way):
     """B11: whatever way it was copied, and so does a copy of the copy that has not run."""
     converted, expected = converted_once(name)
@@ -145,7 +154,9 @@ def test_a_copy_of_a_converted_model_gives_the_same_bits(name, way):
 
 @pytest.mark.case("frontends B11")
 @pytest.mark.parametrize("name", slow_params_except("early exit", of=MODELS, reason="other models take the same ways"))
-@pytest.mark.parametrize("way", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize(
+    "way", [*slow_params(copy.deepcopy, reason="a saved and loaded model is a copy, too"), saved_and_loaded]
+)
 def test_a_copy_of_a_prepared_model_has_statistics_of_its_own(name, way):
     """B11: equal to those it was copied from, and counted on by itself."""
     prepared = calibrated(name)[1]
@@ -235,6 +246,7 @@ def test_a_state_dictionary_has_the_models_names_and_ours():
         assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow(reason="prepares a recurrent model three times; states of converted models are loaded below")
 @pytest.mark.case("frontends A12")
 @pytest.mark.parametrize("name", ["recurrent", *slow_params("residual", reason="the other model has a test like it")])
 def test_a_prepared_model_with_a_loaded_state_converts_to_the_original(name):
@@ -265,6 +277,7 @@ def test_a_converted_model_of_other_data_becomes_the_original(name):
     assert_same(outputs(copy.deepcopy(other), name), expected)
 
 
+@pytest.mark.slow(reason="calibrates twice; loaded statistics are converted in other tests")
 def test_a_loaded_prepared_model_continues_calibration():
     _, prepared = calibrated()
     again = fresh()
@@ -301,6 +314,7 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.slow(reason="imports and calibrates the same code in two folders")
 def test_strict_does_not_depend_on_the_folder_of_the_code(tmp_path):
     """Turns and operators outside of recordings are known by path, operator and order, not by file."""
 
@@ -340,6 +354,7 @@ class Wider(Residual):
         return torch.sigmoid(super().forward(x))
 
 
+@pytest.mark.slow(reason="a state of another shape is refused below")
 def test_a_state_of_another_recording_is_refused():
     _, prepared = calibrated()
     other = eager.prepare(nets.randomize(Wider()), images(0))
@@ -373,6 +388,7 @@ def test_statistics_are_refused_by_a_converted_model():
 # -- other weights ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(reason="weights that are loaded into a submodule take the same way below")
 def test_loaded_weights_are_quantized_again():
     """The model's own dictionary has weights only: parameters of activations stay, those of weights follow."""
     _, prepared = calibrated()
@@ -425,6 +441,7 @@ def test_parameters_replace_calibration_data(name):
     assert stages.Parameters.from_json(found.to_json()).to_json() == found.to_json()
 
 
+@pytest.mark.slow(reason="converts six times; parameters replace calibration above, too")
 @pytest.mark.case("frontends B13")
 def test_a_recipe_file_with_parameters_reproduces_outputs_without_data(tmp_path):
     """B13: save, load, save is identical; a changed entry takes effect; calibrating again overrides."""
@@ -444,6 +461,7 @@ def test_a_recipe_file_with_parameters_reproduces_outputs_without_data(tmp_path)
     assert differ(outputs(eager.convert(again)), outputs(converted))
 
 
+@pytest.mark.slow(reason="calibrates for one entry of a recipe")
 @pytest.mark.case("frontends B13")
 def test_an_operator_that_a_recipe_leaves_in_float_has_no_parameters():
     """B13: None for one operator takes effect."""
@@ -452,6 +470,7 @@ def test_an_operator_that_a_recipe_leaves_in_float_has_no_parameters():
     assert any("head" in name for name in eager.parameters(eager.convert(calibrated()[1]))[0].entries)
 
 
+@pytest.mark.slow(reason="the larger model; parameters of one recording are read above")
 def test_parameters_of_several_recordings_are_given_one_by_one():
     _, prepared = calibrated("early exit")
     converted = eager.convert(prepared)
@@ -481,7 +500,9 @@ def test_the_explicit_graph_has_the_operators_and_gives_the_bits():
 
 
 @pytest.mark.case("frontends B9")
-@pytest.mark.parametrize("recipe", [None, {"activations": "token"}])
+@pytest.mark.parametrize(
+    "recipe", [None, *slow_params({"activations": "token"}, reason="scales made per call in the same script")]
+)
 def test_torchscript_takes_the_explicit_graph(recipe):
     """B9: scripted, and traced."""
     options = {} if recipe is None else {"recipe": intaglio.Recipe.named("int8_dynamic")}
@@ -537,6 +558,7 @@ def test_fusions_lists_each_group_of_all_recordings_once():
 # -- judging ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(reason="compares by operator, as tests of compare do for graphs")
 @pytest.mark.case("frontends B12")
 def test_the_layer_that_was_made_bad_is_found():
     """B12: against the float model or the prepared one, the rows are those of the explicit graph."""
@@ -568,6 +590,7 @@ def test_the_state_of_another_model_is_refused_by_name():
         intaglio.compare(other.eval(), converted, [images(0)])
 
 
+@pytest.mark.slow(reason="prepares four models; another shape is refused above")
 def test_a_state_of_other_modules_is_refused_when_it_is_loaded():
     def prepared(function: nn.Module) -> nn.Module:
         found = eager.prepare(nn.Sequential(nn.Linear(8, 8), function, nn.Linear(8, 4)).eval(), torch.randn(4, 8))

@@ -107,6 +107,7 @@ def test_eager_and_export_mode_give_the_same_parameters_and_program(kind):
         torch.testing.assert_close(converted(batch.clone()), program(batch.clone()), rtol=0, atol=0)
 
 
+@pytest.mark.slow(reason="calibrates a residual network in both doors")
 def test_the_comparison_detects_other_parameters():
     model, data = batches(Residual)
     watched = eager.prepare(model, (data[0],))
@@ -116,6 +117,7 @@ def test_the_comparison_detects_other_parameters():
     assert mine.parameters.to_json() != theirs.parameters.to_json()
 
 
+@pytest.mark.slow(reason="a further recipe in both doors")
 def test_results_without_rounding_have_the_same_bits_through_both_doors():
     """Behind functions and sums, and of values that the next layer reads too."""
 

@@ -10,7 +10,7 @@ from intaglio import eager
 from support import nets
 from support.eager_models import assert_like, converted_on, near, prepared_on, same, warnings_of
 from support.nets import Body
-from support.slow_params import slow_params_except
+from support.slow_params import slow_params, slow_params_except
 
 
 def rows(count: int = 3, batch: int = 64, seed: int = 1) -> list[tuple[Tensor]]:
@@ -186,7 +186,11 @@ def test_in_place_updates_are_visible_where_the_float_model_shows_them(body, cap
     assert warnings_of(caplog) == known
 
 
-@pytest.mark.parametrize("body", [shape_in_place_beside_a_view, size_in_place], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body",
+    [*slow_params(shape_in_place_beside_a_view, reason="a view beside the value that changes"), size_in_place],
+    ids=lambda body: body.__name__,
+)
 def test_shapes_that_no_recording_can_change_are_changed(body, caplog):
     model = nets.randomize(Body(body, f=nn.Linear(8, 8), g=nn.Linear(8, 4)))
     converted = converted_on(model, rows())

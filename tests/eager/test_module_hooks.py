@@ -106,6 +106,7 @@ def test_a_hook_of_all_modules_sees_the_modules_of_the_model_only():
     assert set(seen) == {nn.Linear, nn.ReLU, nn.Sequential}
 
 
+@pytest.mark.slow(reason="a layer of a transformer with two hooks; hooks of leaves are applied above")
 def test_hooks_inside_a_module_that_is_one_operator_are_applied():
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
     layer.linear1.register_forward_hook(double)

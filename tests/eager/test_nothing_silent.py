@@ -16,7 +16,7 @@ from intaglio.errors import InputError, UnsupportedError
 from support.eager_models import integers, warnings_of
 from support.lowering import sqnr
 from support.nets import Body
-from support.slow_params import slow_params_except
+from support.slow_params import slow_params, slow_params_except
 
 
 class Head(nn.Module):
@@ -55,9 +55,7 @@ RANDOM = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        *("rand_like", "a generator", "dropout", "bernoulli"), of=RANDOM, reason="the same draws by other functions"
-    ),
+    slow_params_except("a generator", "dropout", of=RANDOM, reason="the same draws by other functions"),
 )
 def test_a_random_operator_leaves_the_rest_in_int8(name, caplog):
     torch.manual_seed(0)
@@ -75,7 +73,7 @@ def test_a_random_operator_draws_new_numbers_in_every_call():
     assert not torch.equal(found(rows()), found(rows()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [*slow_params(torch.bfloat16, reason="the other half precision"), torch.float16])
 def test_half_precision_runs_in_int8(dtype):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().to(dtype)
@@ -89,6 +87,7 @@ def test_half_precision_runs_in_int8(dtype):
     assert torch.equal(y, intaglio.stages.compile(eager.rewrite(found))(x))
 
 
+@pytest.mark.slow(reason="a model with a branch; half precision runs in int8 above")
 def test_half_precision_between_two_recordings():
     """The values that both recordings share keep the data type of the model."""
 
@@ -105,6 +104,7 @@ def test_half_precision_between_two_recordings():
     assert 20 < sqnr(found(x).float(), model(x).float()) < 100
 
 
+@pytest.mark.slow(reason="quantizes twice to compare two coverages")
 def test_coverage_is_that_of_the_exported_model():
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
@@ -226,7 +226,11 @@ class Sum(nn.Module):
         return [torch.relu(self.a(x)) for x in values]
 
 
-@pytest.mark.parametrize("kind", [iter, lambda values: (x for x in values)], ids=["iterator", "generator"])
+@pytest.mark.parametrize(
+    "kind",
+    [*slow_params(iter, reason="a generator is an iterator"), lambda values: (x for x in values)],
+    ids=["iterator", "generator"],
+)
 def test_tensors_that_an_iterator_yields_are_inputs(kind):
     torch.manual_seed(0)
     model = Sum().eval()

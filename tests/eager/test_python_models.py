@@ -158,6 +158,7 @@ def zeroed(y: Tensor) -> Tensor:
     return y
 
 
+@pytest.mark.slow(reason="operators that stay float; one is between layers in other tests here")
 @pytest.mark.case("frontends B4")
 @pytest.mark.parametrize(
     ("batch", "names"),
@@ -246,7 +247,7 @@ def test_results_may_have_any_structure(case, caplog):
 
 
 @pytest.mark.case("frontends B5")
-@pytest.mark.parametrize("kind", [Result, Named])
+@pytest.mark.parametrize("kind", [*slow_params(Result, reason="a class with names is opened in the same way"), Named])
 def test_results_of_classes_that_pytorch_does_not_know(kind, caplog):
     """B5: a dataclass; a dict that is one, as transformers has it."""
     parts = {"f": nn.Linear(8, 8), "g": nn.Linear(8, 4)}
@@ -332,7 +333,9 @@ CONTAINERS = {
 
 @pytest.mark.case("frontends B6")
 @pytest.mark.parametrize("wrapped", [True, *slow_params(False, reason="a container at the top is one inside, too")])
-@pytest.mark.parametrize("case", CONTAINERS)
+@pytest.mark.parametrize(
+    "case", slow_params_except("sequential", of=CONTAINERS, reason="a subclass iterates as the others here")
+)
 def test_containers_with_their_own_iteration_are_supported(case, wrapped, caplog):
     """B6: at the top and inside; iterating sees the user's children only."""
     model = CONTAINERS[case]()
@@ -344,6 +347,7 @@ def test_containers_with_their_own_iteration_are_supported(case, wrapped, caplog
     assert converted.state_dict().keys() >= whole.state_dict().keys()
 
 
+@pytest.mark.slow(reason="containers are called in the same way above")
 @pytest.mark.case("frontends B6")
 def test_a_module_list_in_a_loop(caplog):
     """B6: the list itself is never called; a layer called on its own is int8 too."""
@@ -372,6 +376,7 @@ class Shielded(nn.Module):
         return self.inner(x) * 2
 
 
+@pytest.mark.slow(reason="calibrates for one option; test_nothing_silent.py has leaf classes")
 @pytest.mark.case("frontends B7")
 def test_classes_that_the_user_names_stay_float_with_all_in_them(caplog):
     """B7: neighbours are int8, and know their names."""
@@ -397,6 +402,7 @@ class Quiet(nn.BatchNorm2d):
     pass
 
 
+@pytest.mark.slow(reason="five layers; subclasses of containers are tested above")
 @pytest.mark.case("frontends B8")
 def test_subclasses_of_pytorch_modules_are_supported(caplog):
     """B8: one with a forward of its own stays float; one without is what it inherits."""
@@ -413,6 +419,7 @@ def test_a_module_created_in_forward_is_supported(caplog):
     check(model, rows(), rows(2, 7, 8, seed=2), caplog)
 
 
+@pytest.mark.slow(reason="captures an LSTM; the work of one is counted in test_nothing_silent.py")
 @pytest.mark.case("frontends B8")
 def test_an_embedding_and_an_lstm_run_beside_a_linear_layer(caplog):
     """B8: integers as inputs; tuples as outputs."""
@@ -440,6 +447,7 @@ def test_torchscript_inside_stays_float(caplog):
 # -- A7, A11, A13 ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(reason="two calibrations; scales made per call are those of exported models")
 @pytest.mark.case("frontends A11")
 def test_dynamic_linear_layers_do_not_depend_on_calibration():
     """A11: every row has its own scale."""
@@ -461,6 +469,7 @@ def test_a_module_called_twice_has_parameters_for_each_call(caplog):
     assert any("c@1" in site or "c#1" in site for site in scales), scales
 
 
+@pytest.mark.slow(reason="four sizes of images; every model here runs on another batch")
 @pytest.mark.case("frontends A14")
 def test_batches_of_other_sizes_match_the_reference(caplog):
     """A14, A20: batch 1 to record, any after."""
@@ -472,6 +481,7 @@ def test_batches_of_other_sizes_match_the_reference(caplog):
 # -- models of users ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(reason="another operator that divides a tensor")
 def test_elements_of_unbound_rows_can_be_selected(caplog):
     """As a detection head reads its boxes: an element of a row that is itself taken from a tensor."""
 
@@ -482,6 +492,7 @@ def test_elements_of_unbound_rows_can_be_selected(caplog):
     check(Body(body, f=nn.Linear(8, 8), g=nn.Linear(4, 4)), rows(), rows(1, seed=2), caplog)
 
 
+@pytest.mark.slow(reason="one constant of a recurrent cell; cells have tests in ops")
 def test_a_recurrent_cell_may_read_a_constant_of_the_code(caplog):
     """What a quantized operator reads is a constant of the graph: the embedding of a number in the code."""
 
@@ -519,6 +530,7 @@ def decoded(model: nn.Module, ids: Tensor) -> list[Tensor]:
     return [*logits, first[:, -1]]
 
 
+@pytest.mark.slow(reason="decodes step by step; a cache is updated like in the float model in test_inplace.py")
 def test_decoders_with_a_cache_decode_after_conversion():
     torch.manual_seed(0)
     model, ids = CachedDecoder().eval(), torch.randint(0, 30, (4, 9))
