@@ -146,6 +146,7 @@ def test_operators_that_multiply_count_in_the_coverage(name):
     assert (coverage.macs_total, coverage.macs_int8) == (fixed * 128 + all_macs, fixed * 128 + int8_macs)
 
 
+@pytest.mark.slow(reason="a model with two islands; operators that multiply are counted above")
 def test_products_in_islands_count_in_the_coverage():
     """Products that int8 has no kernel for: a grouped and a bilinear one. A constant matrix for each sample has one."""
 

@@ -56,6 +56,7 @@ def test_compare_shows_how_many_samples_are_done(display):
     assert len(display.seen) == count
 
 
+@pytest.mark.slow(reason="a report with changes; quantize shows its stages above")
 def test_report_and_explain_show_the_changes_they_try(display):
     model = intaglio.quantize(NET, DATA, progress=False)
     intaglio.report(NET, model, DATA, calls=2, tries=1, progress=True)
@@ -71,6 +72,7 @@ def test_report_and_explain_show_the_changes_they_try(display):
     assert display.closed == 2
 
 
+@pytest.mark.slow(reason="a search; quantize shows its stages above")
 def test_search_shows_its_stages_and_trials(display):
     metrics = iter([1.0, 0.5, 0.6, 0.7, 0.8, 0.9])
     options = {"candidates": {"float": None}, "minimize": "size", "evaluations": 3}

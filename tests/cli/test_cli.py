@@ -294,6 +294,7 @@ def written(run, folder):
     (folder / "net.intaglio").write_bytes(WRITTEN[0])
 
 
+@pytest.mark.slow(reason="benchmarks a file; a saved file is compared below")
 def test_quantize_writes_a_file_that_inspect_and_bench_read(run, folder):
     found = parsed(run(*QUANTIZE, "--samples", "4", "--skip", "head", "--json"))
     assert found["file_bytes"] == (folder / "net.intaglio").stat().st_size
@@ -312,6 +313,7 @@ def test_quantize_writes_a_file_that_inspect_and_bench_read(run, folder):
     assert "MODULE:NAME" in err
 
 
+@pytest.mark.slow(reason="prints twelve stages; four are printed above")
 def test_every_stage_that_a_file_has_can_be_printed(run, written):
     listed = parsed(run("inspect", "net.intaglio", "--json"))["stages"]
     assert {"quantizer", "parameters", "corrections"} <= set(listed)
@@ -334,6 +336,7 @@ def test_compare_names_the_worst_operators_of_a_saved_file(run, written):
     assert set(found["skip"]) <= {"layer1.0", "layer2", "head", "op:aten.mean.dim"}
 
 
+@pytest.mark.slow(reason="measures and writes a report; its parts are tested in reporting")
 def test_report_writes_a_page_and_a_summary(run, folder, written):
     words = ("report", "net.intaglio", "--float", f"{MODULE}:net", "--data", f"{MODULE}:batches", "--calls", "2")
     text = ok(run(*words, "--tries", "1", "--model-explorer", "explorer"))
@@ -457,6 +460,7 @@ def test_a_damaged_file_is_an_error_of_intaglio(run, folder):
 # -- bench ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(reason="times three engines; engines of others are raced below")
 @pytest.mark.case("problem 23")
 def test_bench_times_engines_alternately_and_names_missing_ones(run, monkeypatch):
     found_spec = bench.importlib.util.find_spec
@@ -550,6 +554,7 @@ def test_an_engine_that_fails_is_a_result(run, monkeypatch):
     assert found["ratios"] == {}
 
 
+@pytest.mark.slow(reason="a process imports PyTorch")
 def test_bench_measures_the_memory_of_a_file_in_a_process_of_its_own(run, written):
     engines_of_file = parsed(run("bench", "net.intaglio", "--seconds", "0.01", "--json"))["engines"]
     assert list(engines_of_file) == ["int8"]
@@ -576,6 +581,7 @@ def test_the_memory_of_a_process_grows_with_its_model(folder, tmp_path):
     assert weight < found["resident"] - found["start"] < 1.3 * weight
 
 
+@pytest.mark.slow(reason="a process imports PyTorch; an engine that fails is a result above")
 def test_an_engine_whose_process_fails_is_named_with_the_reason(folder, tmp_path):
     (folder / "broken.py").write_text("raise ValueError('no weights here')\n")
     with pytest.raises(IntaglioError, match="no weights here"):

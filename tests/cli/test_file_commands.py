@@ -95,6 +95,7 @@ def test_files_that_are_missing_are_refused(run):
         assert "gone" in err
 
 
+@pytest.mark.slow(reason="quantizes to store an example; a stored example is verified above")
 def test_quantize_stores_an_example_to_verify_with(run, tmp_path):
     (tmp_path / "brought_example.py").write_text(
         "import torch\nfrom torch import nn\nnet = nn.Sequential(nn.Linear(4, 3))\ndata = [torch.randn(8, 4)]\n"
@@ -128,6 +129,7 @@ class Named(nn.Module):
         return self.first(narrow).relu() + self.second(wide)
 
 
+@pytest.mark.slow(reason="quantizes two models with inputs by name; inputs by position are compared above")
 def test_arguments_by_name_reach_their_inputs(run, tmp_path):
     batch = {"narrow": torch.randn(8, 4), "wide": torch.randn(8, 6)}
     model = randomize(Named())

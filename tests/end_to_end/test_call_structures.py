@@ -177,10 +177,10 @@ LIKE_OTHERS = ("dictionary of arguments", "list", "keyword argument left out", "
 """Cases whose calls are bound as those of other cases are."""
 
 
-def names(without: Collection[str] = ()) -> list[Any]:
-    """Return the names of cases as parameters, without some."""
+def names(without: Collection[str] = (), always: Collection[str] = CASES) -> list[Any]:
+    """Return the names of cases as parameters, without some; those that are not in `always` are slow."""
     return slow_params_except(
-        *(name for name in CASES if name not in (*LIKE_OTHERS, *without)),
+        *(name for name in CASES if name in always and name not in (*LIKE_OTHERS, *without)),
         of=[name for name in CASES if name not in without],
         reason="stages are called with it always; other cases are bound alike",
     )
@@ -226,7 +226,7 @@ def quantized(name: str) -> Any:
     return intaglio.quantize(model, data, recipe="int8_dynamic" if "step" in name else None, progress=False)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", names(always=(*IN_PARTS, "keyword arguments", "updated buffer")))
 def test_quantize_keeps_the_call(name):
     model, data, other = model_and_data(name)
     int8 = quantized(name)
@@ -235,7 +235,7 @@ def test_quantize_keeps_the_call(name):
         check_same(call(int8, batch), call(model, batch))
 
 
-@pytest.mark.parametrize("name", names(IN_PARTS))
+@pytest.mark.parametrize("name", names(IN_PARTS, always=("keyword arguments",)))
 def test_compare_takes_the_batches_of_quantize(name):
     model, data, _ = model_and_data(name)
     comparison = intaglio.compare(model, quantized(name), data)
@@ -260,7 +260,7 @@ def test_capture_refuses_what_torch_export_does_not_take(name):
     assert error.value.remedy
 
 
-@pytest.mark.parametrize("name", names(IN_PARTS))
+@pytest.mark.parametrize("name", names(IN_PARTS, always=("keyword arguments", *NOT_TRAINED)))
 def test_training_takes_the_batches_of_quantize(name):
     model, data, other = model_and_data(name)
     training = captured(model.train(), data[0], train=True)
@@ -275,7 +275,7 @@ def test_training_takes_the_batches_of_quantize(name):
     check_same(call(stages.convert(prepared.eval()), other), call(model.eval(), other))
 
 
-@pytest.mark.parametrize("name", names(NOT_DEFINED_BY_RUN))
+@pytest.mark.parametrize("name", names(NOT_DEFINED_BY_RUN, always=("keyword arguments", "updated buffer")))
 def test_define_by_run_models_take_the_batches_of_quantize(name):
     model, data, other = model_and_data(name)
     args, kwargs = ((), data[0]) if isinstance(data[0], dict) else (data[0], {})
@@ -287,6 +287,7 @@ def test_define_by_run_models_take_the_batches_of_quantize(name):
         check_same(call(int8, batch), call(model, batch))
 
 
+@pytest.mark.slow(reason="a search; its trials are quantized and called with keyword arguments above")
 def test_search_takes_keyword_arguments():
     model, data, other = model_and_data("keyword arguments")
 

@@ -101,6 +101,7 @@ class SmallMobileNet(nn.Module):
         return self.classifier(self.dropout(torch.flatten(y, 1)))
 
 
+@pytest.mark.slow(reason="compiles a network of depthwise convolutions")
 @pytest.mark.case("frontends A14")
 def test_a_small_mobilenet_is_int8_throughout_and_agrees():
     """A14: at least 97 % of random images keep their class; all MACs in int8."""

@@ -44,6 +44,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.nc(self.c(y)) + (x if self.down is None else self.down(x)))
 
 
+@pytest.mark.slow(reason="a network of sixteen convolutions; smaller residual networks are in codegen")
 @pytest.mark.case("backend 5")
 def test_a_residual_net_is_int8_from_end_to_end():
     torch.manual_seed(0)
@@ -70,6 +71,7 @@ def test_a_residual_net_is_int8_from_end_to_end():
     assert (found.argmax(1) == wanted.argmax(1)).float().mean() >= 0.99
 
 
+@pytest.mark.slow(reason="one model for one rule; golden texts show where values are quantized")
 @pytest.mark.case("backend 13")
 def test_quantize_is_not_propagated_over_a_view_that_a_float_sum_reads():
     def body(m, x, y):
@@ -94,7 +96,7 @@ ENDS = {
 
 @pytest.mark.case("frontends C1")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", slow_params_except("dequantize, op, quantize", of=ENDS, reason="a part of the chain"))
 def test_a_chain_between_quantized_values_is_one_exact_loop(name, isa):
     width = 16 * 3 + 3
     model = Body(ENDS[name], c=nn.Linear(width, width), d=nn.Linear(width, 5))
@@ -119,7 +121,9 @@ UNARY = {
 
 
 @pytest.mark.case("frontends C2")
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    "quantized", [*slow_params(False, reason="the same fusion to floats, which every program has at its end"), True]
+)
 @pytest.mark.parametrize(
     "name", slow_params_except("relu", "gelu", of=UNARY, reason="every function has a test of its table")
 )
@@ -164,6 +168,7 @@ def test_one_of_several_layers_can_be_selected():
     assert (mixed(x) - exact).norm() <= 2e-2 * exact.norm()
 
 
+@pytest.mark.slow(reason="quantizes twice; smoothing has tests in quant/correct")
 @pytest.mark.case("frontends C5")
 def test_smoothing_is_more_accurate_with_an_outlier_channel():
     torch.manual_seed(1)
@@ -191,7 +196,14 @@ def test_smoothing_is_more_accurate_with_an_outlier_channel():
 
 
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-@pytest.mark.parametrize(("groups", "affine", "residual"), [(3, True, "float"), (3, True, "int8"), (1, False, "float")])
+@pytest.mark.parametrize(
+    ("groups", "affine", "residual"),
+    [
+        (3, True, "float"),
+        (3, True, "int8"),
+        *slow_params((1, False, "float"), reason="one group without factors, in the same loop"),
+    ],
+)
 def test_group_norm_runs_as_a_row_norm_loop(groups, affine, residual, isa):
     norm = nn.GroupNorm(groups, 12, affine=affine)
     if affine:
@@ -207,7 +219,14 @@ def test_group_norm_runs_as_a_row_norm_loop(groups, affine, residual, isa):
     assert (program(x) - exact).norm() <= 0.06 * exact.norm()
 
 
-@pytest.mark.parametrize("layers", [(nn.Linear(16, 0),), (nn.Linear(16, 0), nn.Linear(0, 4))], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        *slow_params(((nn.Linear(16, 0),),), reason="two such layers run in the same way"),
+        (nn.Linear(16, 0), nn.Linear(0, 4)),
+    ],
+    ids=["one", "two"],
+)
 def test_layers_without_weights_stay_in_float(layers):
     model = nn.Sequential(nn.Linear(16, 16), *layers).eval()
     x = torch.randn(4, 16)

@@ -16,6 +16,7 @@ from support import nets
 from support.int8_models import compiled, picture
 from support.lowering import captured_net, kinds, lowered, quantized
 from support.nets import Body
+from support.slow_params import slow_params
 
 
 @pytest.mark.case("problem 5")
@@ -29,6 +30,7 @@ def test_an_operator_without_a_kernel_is_named_with_module_operator_and_line():
     assert part.location in str(model.coverage)
 
 
+@pytest.mark.slow(reason="lowers a residual network in several modes")
 @pytest.mark.case("problem 20")
 def test_modes_and_environment_do_not_decide_what_runs_in_int8(monkeypatch):
     """Problem 20: no flag has to be set for the fast path."""
@@ -55,7 +57,15 @@ def test_reference_and_program_are_different_types_with_own_texts():
 
 @pytest.mark.case("problem 25")
 @pytest.mark.parametrize(
-    "net", [nets.Residual, nets.OptionA, nets.MaxPoolNet, nets.Grouped, nets.SharedConv], ids=lambda net: net.__name__
+    "net",
+    [
+        nets.Residual,
+        *slow_params(nets.OptionA, reason="a larger residual network"),
+        nets.MaxPoolNet,
+        nets.Grouped,
+        nets.SharedConv,
+    ],
+    ids=lambda net: net.__name__,
 )
 def test_quantized_values_pass_between_layers_without_float(net):
     """Problem 25: one quantize at the input, one dequantize at the result."""
@@ -66,6 +76,7 @@ def test_quantized_values_pass_between_layers_without_float(net):
     assert [kinds(graph).count(kind) for kind in ("quantize", "dequantize", "island")] == [1, 1, 0]
 
 
+@pytest.mark.slow(reason="lowers a residual network four times")
 @pytest.mark.case("problem 24")
 def test_accuracy_settings_add_no_operator_to_the_program():
     """Problem 24: scales per tensor, seven bits and other range methods run in the same kernels."""

@@ -32,7 +32,7 @@ from support.int8_models import assert_same, compiled
 from support.lowering import ROUNDED, assert_equal_quantized, kinds, quantized, sqnr
 from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body
-from support.slow_params import slow_params
+from support.slow_params import slow_params, slow_params_except
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -82,7 +82,9 @@ IDLE = {
 
 
 @pytest.mark.case("backend 18")
-@pytest.mark.parametrize("name", IDLE)
+@pytest.mark.parametrize(
+    "name", slow_params_except("plus zero", "one times", of=IDLE, reason="the same rule for other operators")
+)
 def test_arithmetic_with_a_neutral_number_vanishes(name):
     """Case 18."""
     reference, lowered = quantized(nets.randomize(Body(lambda m, x: m.d(IDLE[name](m.c(x))), c=conv(), d=conv(4))), X)
@@ -91,7 +93,16 @@ def test_arithmetic_with_a_neutral_number_vanishes(name):
 
 
 @pytest.mark.case("backend 18")
-@pytest.mark.parametrize("number", [10, 0.4, torch.tensor(2.5), torch.tensor([2.5])], ids=str)
+@pytest.mark.parametrize(
+    "number",
+    [
+        *slow_params(10, reason="another number of the same element type"),
+        0.4,
+        torch.tensor(2.5),
+        *slow_params(torch.tensor([2.5]), reason="another number of the same element type"),
+    ],
+    ids=str,
+)
 def test_numbers_and_tensors_of_one_element_keep_the_element_type(number):
     """Case 18: no promotion, and no float part: they are functions of one value."""
 
@@ -106,6 +117,7 @@ def test_numbers_and_tensors_of_one_element_keep_the_element_type(number):
     assert sqnr(lowered(X), model(X)) > 25
 
 
+@pytest.mark.slow(reason="masked attention is one partition in test_transformer_blocks.py")
 @pytest.mark.case("backend 18")
 def test_a_scaled_and_masked_product_of_two_activations_is_one_partition():
     """Case 18: ``bmm / 0.4 + mask``. The number goes into the unit of the product, the mask is added in its kernel."""
@@ -145,7 +157,15 @@ def test_a_returned_inner_value_is_the_dequantized_input_of_the_next_layer():
 
 
 @pytest.mark.case("backend 23")
-@pytest.mark.parametrize("net", [nets.ConvBnRelu, nets.Residual, nets.MaxPoolNet], ids=lambda net: net.__name__)
+@pytest.mark.parametrize(
+    "net",
+    [
+        *slow_params(nets.ConvBnRelu, reason="the residual network has the same operators"),
+        nets.Residual,
+        *slow_params(nets.MaxPoolNet, reason="the residual network has the same operators"),
+    ],
+    ids=lambda net: net.__name__,
+)
 def test_channels_last_inputs_give_bit_identical_channels_last_results(net):
     """Case 23: for cases 1, 2 and 14."""
     model, lowered = compiled(net)
@@ -248,6 +268,7 @@ def test_a_cache_without_room_gives_the_same_bits(fresh_programs, monkeypatch):
         assert torch.equal(stages.compile(lowered, isa="portable")(x), lowered(x))
 
 
+@pytest.mark.slow(reason="compiles a program anew, as every test with an empty cache does")
 @pytest.mark.case("backend 32")
 def test_a_cleared_cache_is_filled_again(fresh_cache):
     """Case 32: clear. A model that runs keeps its program; the next one is built anew."""
@@ -279,6 +300,7 @@ def test_threads_that_compile_and_call_at_once_get_what_one_gets(threads, fresh_
     assert len(counting_compiler.read_text().split()) - before == len({model.artifact.path for model in models}) == 2
 
 
+@pytest.mark.slow(reason="sixty calls in threads; test_quantized_model.py has threads with different shapes")
 @pytest.mark.case("backend 33")
 def test_concurrent_calls_share_one_plan_per_set_of_shapes():
     """Case 33: calls of one set of shapes share its plan, and no two calls at once share memory."""
@@ -333,6 +355,7 @@ def by_fx(backend: str) -> nn.Module:
     return _convert_to_reference_decomposed_fx(prepared)
 
 
+@pytest.mark.slow(reason="PyTorch quantizes a model; references are taken over in quant/frontends")
 @pytest.mark.case("backend 35")
 @pytest.mark.parametrize("backend", ["x86", *slow_params("qnnpack", reason="other ranges in the same operators")])
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
@@ -392,6 +415,7 @@ def test_a_program_brings_its_example_and_goes_to_inductor():
     assert (inductor(X) - reference(X)).abs().max() <= 2.01 * step
 
 
+@pytest.mark.slow(reason="PyTorch quantizes a part; a part of ours is unchanged by the same rule")
 @pytest.mark.case("backend 35")
 def test_submodules_quantized_by_pytorch_are_unchanged():
     """Case 35: its quantized values are those it has, and are not rounded again for what reads them."""
@@ -459,6 +483,7 @@ def test_already_quantized_models_are_refused_with_the_call_that_takes_them(name
     assert remedy in raised.value.remedy
 
 
+@pytest.mark.slow(reason="PyTorch quantizes a model; other quantized models are refused above")
 @pytest.mark.case("backend 35")
 def test_graphs_with_quantized_operators_of_pytorch_are_refused():
     """Case 35."""
@@ -497,6 +522,7 @@ def test_a_recipe_inserts_the_expected_number_of_quantizes(name):
     assert sum(operator(node) == QUANTIZE_TENSOR for node in reference.module.graph.nodes) == expected
 
 
+@pytest.mark.slow(reason="quantizes three times; files of recipes have tests of their own")
 @pytest.mark.case("backend 36")
 def test_a_recipe_goes_to_a_file_and_back_and_can_be_edited_there(tmp_path):
     body, layers, _ = PLACES["flatten and concatenation"]
@@ -573,6 +599,7 @@ def test_the_operator_with_the_largest_damage_is_left_in_float():
     assert {part.path for part in found.model.coverage.floats} <= {*found.changes, ""}
 
 
+@pytest.mark.slow(reason="measures a transformer with five recipes; coarse values have tests in quant/precision")
 @pytest.mark.case("backend 38")
 def test_an_outlier_beyond_the_quantized_range_is_found():
     """Case 38, measured: accuracy is that of the float model again. The layer that reads the values is float, so

@@ -35,9 +35,7 @@ NORMS = {
 @pytest.mark.case("backend 24")
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        "linear", "conv2d, strided and grouped", "conv_transpose3d", of=NORMS, reason="other anchors of the same fold"
-    ),
+    slow_params_except("linear", of=NORMS, reason="other anchors of the same fold"),
 )
 def test_a_folded_norm_equals_quantizing_the_folded_model(name):
     """Case 24: the same integers as the model whose weights were folded by hand, in float64."""
@@ -89,6 +87,7 @@ FEW_CALLS = ("relu", "leaky_relu", "sigmoid", "hardswish", "elu", "round", "clam
              "hardsigmoid times x")  # fmt: skip
 
 
+@pytest.mark.slow(reason="a program with a branch for each activation; fusion has tests of each")
 @pytest.mark.case("backend 25")
 @pytest.mark.parametrize(
     "anchor",
@@ -152,9 +151,7 @@ PADDED = {
 @pytest.mark.case("backend 40")
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        "1d reflect", "2d circular", "3d replicate", of=PADDED, reason="other modes and axes of the same copies"
-    ),
+    slow_params_except("1d reflect", "3d replicate", of=PADDED, reason="other modes and axes of the same copies"),
 )
 def test_padding_that_copies_pixels_stays_in_integers(name):
     """Case 40: the border holds quantized values of the image; nothing is rounded on the way."""

@@ -81,6 +81,7 @@ def test_attention_is_int8_between_its_layers():
     assert_same(stages.compile(lowered)(TOKENS), lowered(TOKENS))
 
 
+@pytest.mark.slow(reason="quantizes attention again; partitions of attention are listed above")
 def test_attention_returns_floats_to_layers_with_scales_per_token():
     recipe = Recipe.of({"op:aten.linear": {"activations": "token"}})
     reference, lowered = quantized(attention(), TOKENS, recipe=recipe)
@@ -122,7 +123,9 @@ HALVES = {
     [
         ("conv", "bfloat16"),
         ("ffn", "float16"),
-        ("attention", "autocast"),
+        *slow_params(
+            ("attention", "autocast"), reason="attention under autocast; the other blocks have both half types"
+        ),
         *slow_params(
             ("attention", "bfloat16"),
             ("conv", "float16"),
@@ -187,6 +190,7 @@ def test_complex_and_double_parts_stay_outside_the_program(name):
     assert sqnr(lowered(IMAGE), model(IMAGE)) > 20
 
 
+@pytest.mark.slow(reason="stress of threads in many shapes; test_quantized_model.py has eight threads")
 @pytest.mark.case("backend 6", "backend 33")
 def test_concurrent_calls_of_fused_products_match_in_many_shapes():
     """Cases 6 and 33: batches and lengths back and forth, from several threads."""
@@ -207,7 +211,14 @@ def test_concurrent_calls_of_fused_products_match_in_many_shapes():
         assert_same(list(pool.map(lambda call: compiled(*call), calls)), expected)
 
 
-@pytest.mark.parametrize("zero", ["q", "k", "v"])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        *slow_params("q", reason="the same range without a middle in another operand"),
+        "k",
+        *slow_params("v", reason="the same range without a middle in another operand"),
+    ],
+)
 def test_attention_with_queries_keys_or_values_of_zeros_runs_in_int8(zero):
     """Decoder queries of detectors begin as zeros, and pruned heads stay zeros: their range has no middle."""
 

@@ -119,6 +119,7 @@ def test_the_interpreter_is_near_the_reference_and_the_reference_near_the_model(
     assert levels_apart(reference(x), block(x)) < 0.03
 
 
+@pytest.mark.slow(reason="a program with smoothing for many lengths; programs of sequences run in codegen")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_the_program_has_the_interpreters_bits_at_every_length_and_batch(block, isa):
     _, _, lowered = all_stages(block, smooth=True, free=True)
@@ -137,7 +138,12 @@ def test_attention_reads_and_writes_strided_operands(block):
 
 
 @pytest.mark.parametrize(
-    "kind", ["float", "closed", *slow_params("bool", reason="boolean masks have tests in fxgraph")]
+    "kind",
+    [
+        "float",
+        *slow_params("closed", reason="a mask that hides a whole row has tests in fxgraph"),
+        *slow_params("bool", reason="boolean masks have tests in fxgraph"),
+    ],
 )
 def test_a_mask_is_an_operand(block, kind):
     mask = torch.rand(3, 1, 1, 11, generator=DRAW) > 0.4
@@ -169,6 +175,7 @@ def test_smoothing_changes_no_value(block):
     torch.testing.assert_close(prepared(BATCHES[0]), block(BATCHES[0]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(reason="smooths another block")
 def test_factors_after_a_function_run_in_the_epilogue_of_the_layer():
     torch.manual_seed(1)
     model = Block().eval()
@@ -220,6 +227,7 @@ def test_quantize_runs_a_transformer_block_entirely_in_int8(block):
 # ---- one layer for several, and how sizes divide
 
 
+@pytest.mark.slow(reason="quantizes another block; joint layers are split in fxgraph")
 def test_a_layer_for_queries_keys_and_values_becomes_three():
     torch.manual_seed(2)
     model = Block(together=True).eval()

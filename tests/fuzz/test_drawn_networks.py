@@ -46,6 +46,7 @@ def test_a_seed_gives_one_network_with_the_same_values():
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow(reason="draws and compiles four networks; stored ones agree below")
 def test_drawn_networks_agree_at_all_stages():
     assert not list(examine([draw_network(seed) for seed in range(4)], Options(shapes="fixed"), 0, Seen()))
 

@@ -14,6 +14,7 @@ from intaglio.mixed_precision.objective import Objective
 from support.layered import LAYERED_INPUT as X
 from support.layered import layered_network, layers_in_float
 from support.recipes import UNCORRECTED
+from support.slow_params import slow_params
 
 pytestmark = pytest.mark.usefixtures("untimed_searches")
 
@@ -43,7 +44,9 @@ def test_differences_of_the_same_samples_count():
     assert Metric.of(hits(2).numpy(), "it").standard_error(Metric.of(hits(0), "it")) == pytest.approx(0.01407, abs=1e-5)
 
 
-@pytest.mark.parametrize(("confidence", "left"), [(0.5, set()), (0.95, {"a"})])
+@pytest.mark.parametrize(
+    ("confidence", "left"), [*slow_params((0.5, set()), reason="another confidence"), (0.95, {"a"})]
+)
 def test_a_metric_that_may_be_too_high_by_chance_is_refused(confidence, left):
     """The int8 model is wrong for 2 of 100 samples, and ``max_drop`` allows 3."""
     found = intaglio.search(
@@ -67,6 +70,7 @@ def test_the_text_of_a_result_names_confidence_and_standard_errors():
     assert found.trials[0].cells()[0] == "0.98 +-0.01"
 
 
+@pytest.mark.slow(reason="a search that accepts nothing; the margin of a metric is computed below")
 def test_more_samples_are_advised_where_no_model_is_accepted():
     with pytest.warns(UserWarning, match=r"with a standard error of 0.014\. .* more samples in evaluate"):
         intaglio.search(layered_network(), [X], depending_on("none", 2), max_drop=0.03, **BY_SIZE)
@@ -80,6 +84,7 @@ def test_another_number_of_samples_is_refused():
         intaglio.search(layered_network(), [X], odd, progress=False)
 
 
+@pytest.mark.slow(reason="two searches; journals have tests in test_search.py")
 def test_a_journal_keeps_the_samples_of_the_float_model(tmp_path):
     options = {"max_drop": 0.03, "journal": tmp_path / "j", "evaluations": 3, **BY_SIZE}
     first = intaglio.search(layered_network(), [X], depending_on("a", 2), **options)

@@ -60,6 +60,7 @@ def test_the_chosen_model_is_timed_beside_the_float_model(monkeypatch):
     assert entry["speedup"] == found.measured.speedup
 
 
+@pytest.mark.slow(reason="a search, and its result again; printed changes are quantized below")
 @pytest.mark.case("problem 37")
 def test_the_recipe_of_a_result_gives_the_same_bits_without_a_search(tmp_path):
     model = layered_network()
@@ -97,6 +98,7 @@ def test_the_same_search_by_size_gives_the_same_result_twice():
     assert first.recipe == second.recipe
 
 
+@pytest.mark.slow(reason="a search with another recipe")
 def test_operators_a_user_leaves_in_float_stay_in_float_in_a_search():
     leaving_c = stages.Quantizer(intaglio.Recipe.of({**UNCORRECTED, "c": None}))
     found = intaglio.search(layered_network(), [X], needs("a"), **{**BY_SIZE, "quantizer": leaving_c})
@@ -118,6 +120,7 @@ def test_a_metric_that_is_not_reached_gives_the_best_model_and_a_warning():
     assert found.chosen.metric == max(trial.metric for trial in found.trials)
 
 
+@pytest.mark.slow(reason="two whole searches; a size that no model has is searched below")
 def test_the_metric_is_as_high_as_a_size_allows():
     model = layered_network()
     sizes = [trial.size_mb for trial in intaglio.search(model, [X], needs("a"), **BY_SIZE).trials]
@@ -131,6 +134,7 @@ def test_the_metric_is_as_high_as_a_size_allows():
     assert found.limits == {"size": limit}
 
 
+@pytest.mark.slow(reason="a search over larger layers")
 def test_four_bits_make_a_model_smaller_than_int8():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4)).eval()
@@ -141,6 +145,7 @@ def test_four_bits_make_a_model_smaller_than_int8():
     assert found.changes["2"].weights_dtype == "s4"
 
 
+@pytest.mark.slow(reason="a search under another limit; a limit of the size is kept below")
 def test_a_latency_limit_is_kept_by_the_measured_time(monkeypatch):
     """Times are given, so that the test does not measure: each layer in float takes one millisecond more."""
     model = layered_network()
@@ -161,6 +166,7 @@ def test_a_size_that_no_model_has_gives_the_smallest_and_a_warning():
     assert found.chosen.size_mb == min(trial.size_mb for trial in found.trials)
 
 
+@pytest.mark.slow(reason="a search of all trials; fronts have tests in test_assignment_problem.py")
 def test_the_front_has_the_trials_that_no_other_beats():
     found = intaglio.search(layered_network(), [X], lambda m: len(layers_in_float(m)) / 4, max_drop=0.5, **BY_SIZE)
     costs = [trial.size_mb for trial in found.front]
@@ -226,6 +232,7 @@ def test_a_search_continues_from_its_journal_without_new_evaluations(tmp_path):
     assert all(json.loads(line) for line in text.splitlines())
 
 
+@pytest.mark.slow(reason="two searches; a journal is continued above")
 def test_an_incomplete_last_line_of_a_journal_is_left_out(tmp_path):
     path, model = tmp_path / "search.jsonl", layered_network()
     intaglio.search(model, [X], needs("a"), journal=path, **BY_SIZE)
@@ -320,6 +327,7 @@ def test_no_warning_where_the_metric_is_reached():
 # ---- the result
 
 
+@pytest.mark.slow(reason="a search, to print it; printed changes are used above")
 def test_a_result_is_text_json_a_table_and_a_plot():
     pytest.importorskip("matplotlib").use("agg")
     found = intaglio.search(layered_network(), [X], needs("b"), **BY_SIZE)

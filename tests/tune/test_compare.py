@@ -62,7 +62,9 @@ def compared_with_automatic_sizes() -> Comparison:
 @pytest.mark.parametrize(
     "free",
     [
-        {0: "n", 2: "h", 3: "w"},
+        *slow_params(
+            {0: "n", 2: "h", 3: "w"}, reason="all sizes at once; without dynamic sizes the graph differs as much"
+        ),
         *slow_params({0: "n", 2: "h"}, {2: "h"}, reason="some of the sizes that are all dynamic above"),
         {},
     ],

@@ -183,6 +183,7 @@ def test_a_schedule_without_kernels_is_refused(isa, schedule, lowered):
 # ---- what is chosen
 
 
+@pytest.mark.slow(reason="compiles a program for each candidate; what is faster is chosen from given times below")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_the_faster_candidate_is_taken_layer_by_layer(isa, lowered, nothing_known, narrow_is_fast):
     inputs = random_sample(lowered.signature)
@@ -418,6 +419,7 @@ def test_quantize_measures_one_image_of_the_first_batch(nothing_known, narrow_is
     assert plain.artifact.program.source == tuned.artifact.program.source
 
 
+@pytest.mark.slow(reason="compiles a model three times; every candidate has the same bits above")
 def test_a_tuned_model_has_the_same_bits_and_keeps_its_schedules(nothing_known, narrow_is_fast, tmp_path):
     model, x = convolutions(), torch.randn(4, 3, 8, 8)
     plain, tuned = (
