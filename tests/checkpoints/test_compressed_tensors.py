@@ -49,6 +49,7 @@ def test_a_model_of_four_bits_in_groups_generates(tmp_path):
     assert_generates(model, exact, tmp_path / "saved")
 
 
+@pytest.mark.slow(reason="compiles a model; a model of four bits generates above")
 def test_dynamic_int8_layers_are_int8_products_of_the_same_integers(tmp_path):
     exact = write_folder(
         tmp_path / "w8a8", small_llama(), compressed_int8(), compressed_settings(8, activations="token")
@@ -63,6 +64,7 @@ def test_dynamic_int8_layers_are_int8_products_of_the_same_integers(tmp_path):
     assert_generates(model, exact, tmp_path / "saved", bits_of_float=False)
 
 
+@pytest.mark.slow(reason="compiles a model; imported weights have the same kinds in quant/imported_weights")
 def test_static_int8_layers_are_calibrated(tmp_path):
     settings = compressed_settings(8, activations="static")
     exact = write_folder(tmp_path, small_llama(), compressed_int8(static=True), settings)
@@ -95,6 +97,7 @@ def test_a_recipe_rounds_groups_again(tmp_path):
     assert decibels(logits(model), logits(exact)) > 15
 
 
+@pytest.mark.slow(reason="compiles a model for one table")
 def test_tied_embeddings_are_shared(tmp_path):
     model = small_llama(tie_word_embeddings=True)
     exact = write_folder(tmp_path, model, compressed_packed(4, 32), compressed_settings(4, 32))

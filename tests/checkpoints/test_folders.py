@@ -236,6 +236,7 @@ def test_a_class_of_ones_own_is_passed():
     assert isinstance(model, kind)
 
 
+@pytest.mark.slow(reason="builds and quantizes an encoder of a library")
 def test_models_that_take_more_than_tokens_need_data(tmp_path):
     kind, settings = library().BertForSequenceClassification, compressed_settings(4, 32)
     config = library().BertConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)

@@ -57,6 +57,7 @@ def test_weights_have_the_names_and_values_of_the_model(form, tmp_path):
         assert torch.equal(tensor, named[name]), name
 
 
+@pytest.mark.slow(reason="compiles a second model; one of the same weights generates below")
 @pytest.mark.parametrize(
     "form",
     [
@@ -112,6 +113,7 @@ def with_more_tensors(path):
     return model, exact, int8, found
 
 
+@pytest.mark.slow(reason="compiles a third model")
 def test_factors_of_rotary_frequencies_are_kept(file_with_more_tensors, tmp_path):
     """Files of Llama 3.1 and later have what the configuration of `transformers` computes."""
     model, exact, int8, _ = with_more_tensors(file_with_more_tensors)

@@ -91,6 +91,7 @@ def test_a_file_of_the_package_has_the_weights_of_the_model(kind, tmp_path):
         assert torch.equal(weight.dequantized(), named[f"{path}.weight"]), path
 
 
+@pytest.mark.slow(reason="compiles a model; its weights are compared above")
 @pytest.mark.parametrize(
     "kind", ["Q4_0", *slow_params("Q8_0", reason="compiles a second model; its weights are above")]
 )

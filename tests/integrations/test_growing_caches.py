@@ -49,6 +49,7 @@ def test_steps_write_behind_the_tokens_of_the_cache_and_copy_none(kind):
     assert moved == 1  # room for 76 tokens, then for more than 140
 
 
+@pytest.mark.slow(reason="another model is captured and compiled")
 def test_the_last_positions_of_a_model_can_be_used():
     """Its causal mask is a constant of 40 tokens, which the plan for 64 earlier tokens would not fit."""
     source, ids = float_model("gpt_neo", num_layers=1, attention_types=[[["global"], 1]]), tokens(40)
@@ -129,6 +130,7 @@ def test_tensors_that_are_assigned_to_a_layer_are_used():
     assert torch.equal(call(model, ids, first)[0], call(model, ids)[0])
 
 
+@pytest.mark.slow(reason="another model is captured and compiled; a cache that was reordered goes on above")
 def test_layers_in_another_order_are_read_in_that_order():
     ids = tokens(8)
     source = float_model("llama", num_hidden_layers=2)

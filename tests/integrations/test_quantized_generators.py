@@ -45,11 +45,12 @@ def test_several_tokens_can_follow_a_past():
     assert torch.equal(int8_model(ids[:, 4:], past_key_values=past).logits, int8_model(ids).logits[:, 4:])
 
 
-NUMBERINGS = [("llama", "tokens"), ("roberta", PAD)]
-
-
 @pytest.mark.parametrize(
-    ("name", "numbering"), [*NUMBERINGS, *slow_params(("gpt2", "tokens"), ("opt", "mask"), reason="each is compiled")]
+    ("name", "numbering"),
+    [
+        ("llama", "tokens"),
+        *slow_params(("roberta", PAD), ("gpt2", "tokens"), ("opt", "mask"), reason="each is compiled"),
+    ],
 )
 def test_tokens_are_numbered_as_in_the_float_model(name, numbering):
     model, int8_model, _ = quantized(name)
@@ -66,6 +67,7 @@ def test_tokens_are_numbered_as_in_the_float_model(name, numbering):
     )
 
 
+@pytest.mark.slow(reason="each model is captured and compiled")
 def test_a_step_numbers_tokens_behind_those_of_the_cache():
     int8_model = quantized("roberta")[1]
     ids = batch("roberta")["input_ids"]
@@ -73,6 +75,7 @@ def test_a_step_numbers_tokens_behind_those_of_the_cache():
     assert torch.equal(int8_model(ids[:, 5:], past_key_values=past).logits, int8_model(ids).logits[:, 5:])
 
 
+@pytest.mark.slow(reason="each model is captured and compiled")
 def test_calls_need_positions_if_those_of_the_float_model_are_not_understood():
     model = float_model("roberta")
     embeddings = model.roberta.embeddings
@@ -293,6 +296,7 @@ def mamba():
     return library().MambaForCausalLM(config).eval()
 
 
+@pytest.mark.slow(reason="quantizes a model of another family in parts")
 def test_models_whose_cache_is_not_keys_and_values_generate_with_int8_parts(mamba, caplog, tmp_path):
     data = [batch("llama", length=7, seed=seed) for seed in range(2)]
     int8_model = intaglio.quantize(mamba, data, recipe=UNCORRECTED, progress=False)
@@ -354,6 +358,7 @@ def test_a_comparison_takes_the_float_model():
         quantized("llama")[1].compare(float_model("gpt2"), calibration("gpt2"))
 
 
+@pytest.mark.slow(reason="compares two models; one is compared above")
 def test_models_with_an_int8_cache_are_compared_by_everything_but_the_cache():
     model, int8_model, _ = quantized("llama")
     found = quantized("llama", "int8")[1].compare(model, calibration("llama"))["decoder"]

@@ -194,6 +194,7 @@ def test_int8_models_are_not_quantized_again(int8_model, batch):
         intaglio.quantize(int8_model, [batch])
 
 
+@pytest.mark.slow(reason="a process imports PyTorch")
 def test_a_library_is_imported_only_for_its_models():
     code = "import sys, intaglio.integrations.transformers; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -248,6 +249,7 @@ def test_a_pipeline_of_images_takes_the_model(library):
     assert [one["label"] for one in found] == [one["label"] for one in expected]
 
 
+@pytest.mark.slow(reason="a search of a model of a library")
 def test_the_recipe_of_a_search_gives_a_model_of_the_class(library, float_model, tokenizer, untimed_searches):
     """A search itself returns a model with the configuration, but without the class."""
     data = [dict(tokenizer(TEXTS, padding=True, return_tensors="pt")) for _ in range(2)]
@@ -285,6 +287,7 @@ def test_a_model_that_cannot_be_captured_is_refused_with_strict(library):
         intaglio.quantize(model, batches, strict=True, progress=False)
 
 
+@pytest.mark.slow(reason="compiles the parts of another model; parts of detectors have tests in parts")
 def test_a_model_that_cannot_be_captured_is_quantized_in_parts(library):
     model, batches = not_captured(library)
     int8 = intaglio.quantize(model, iter(batches), recipe=UNCORRECTED, progress=False)

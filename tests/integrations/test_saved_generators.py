@@ -44,6 +44,7 @@ def test_fingerprints_tell_models_that_generate_apart():
     assert intaglio.report(None, plain, calls=0).data.run.fingerprint == plain.fingerprint()
 
 
+@pytest.mark.slow(reason="compiles the program of a file again")
 def test_files_without_libraries_are_smaller_and_take_an_instruction_set(tmp_path):
     _, int8_model, _ = quantized("llama")
     int8_model.save(tmp_path / "both")
@@ -120,6 +121,7 @@ def test_a_failed_save_leaves_the_file_that_was_there(tmp_path):
         assert {"config.json", "generation_config.json", "decoder.intaglio"} <= set(archive.namelist())
 
 
+@pytest.mark.slow(reason="a process imports PyTorch")
 def test_programs_are_loaded_without_transformers_and_what_quantizes(tmp_path):
     quantized("llama")[1].programs["decoder"].save(tmp_path / "program")
     names = ("transformers", "intaglio.lower", "intaglio.eager", "intaglio.quant.qdq", "intaglio.tune")

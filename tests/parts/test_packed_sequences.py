@@ -96,6 +96,7 @@ class WithStates(Tagger):
         return self.tags(pad_packed_sequence(self.layers(packed, (states, -states))[0], batch_first=True)[0])
 
 
+@pytest.mark.slow(reason="quantizes a model with first states")
 def test_any_number_of_sequences_may_have_a_length_if_the_first_states_are_given():
     torch.manual_seed(0)
     model = WithStates().eval()
@@ -106,6 +107,7 @@ def test_any_number_of_sequences_may_have_a_length_if_the_first_states_are_given
         assert 10 * torch.log10(exact.square().sum() / (exact - found).square().sum()) > 25
 
 
+@pytest.mark.slow(reason="quantizes the model again with fewer lengths")
 def test_the_layer_takes_sequences_of_lengths_that_the_data_lacks_but_no_other_features():
     torch.manual_seed(0)
     model = Tagger().eval()

@@ -11,6 +11,7 @@ import intaglio
 from intaglio.errors import ArtifactError, CaptureError, InputError, SelectorError
 from support.partial_models import Detector, Routed
 from support.recipes import UNCORRECTED
+from support.slow_params import slow_params
 
 
 def images(count: int, height: int = 30, width: int = 40) -> list[Tensor]:
@@ -68,7 +69,7 @@ def test_the_float_model_is_not_changed(detector, int8):
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in detector.modules())
 
 
-@pytest.mark.parametrize("form", ["list", "pair"])
+@pytest.mark.parametrize("form", [*slow_params("list", reason="a pair holds a list, too"), "pair"])
 def test_batches_may_be_lists_of_images_or_pairs_with_labels(detector, int8, form):
     data = [images for (images,) in batches()]
     data = data if form == "list" else [(one, [{"boxes": 0}] * 4) for one in data]
@@ -100,6 +101,7 @@ def test_strict_refuses_parts(routed, routed_data):
         intaglio.quantize(routed, routed_data, strict=True)
 
 
+@pytest.mark.slow(reason="quantizes the model with branches again; a selector without a part is refused below")
 def test_selectors_name_modules_of_the_whole_model(routed, routed_data):
     int8 = intaglio.quantize(routed, routed_data, recipe=UNCORRECTED, skip=["backbone.2"], progress=False)
     assert [part.path for part in int8.coverage.floats] == ["backbone.2"]
@@ -126,6 +128,7 @@ def test_a_part_whose_weights_are_read_outside_stays_in_float():
     assert int8(x).shape == model(x).shape
 
 
+@pytest.mark.slow(reason="a further reader of a weight; one that reads its values is refused above")
 def test_code_outside_of_a_part_may_ask_for_the_form_of_its_weight():
     class Converting(Routed):
         def forward(self, x: Tensor) -> Tensor:
@@ -226,6 +229,7 @@ def test_methods_and_the_data_type_of_a_part_can_be_asked_for():
     torch.testing.assert_close(int8(x), model(x), rtol=0, atol=0.05)
 
 
+@pytest.mark.slow(reason="another model with methods of its own; one is quantized above")
 def test_parts_inside_of_one_that_cannot_take_its_place_are_quantized():
     torch.manual_seed(0)
     model, x = Asking(reads=True).eval(), torch.rand(4, 3, 12, 12)
@@ -284,6 +288,7 @@ def test_the_fingerprint_is_of_the_parts_and_of_the_float_tensors_around_them(in
     assert len(found) == 3
 
 
+@pytest.mark.slow(reason="quantizes twice; what the fingerprint is of is tested above")
 def test_another_weight_of_a_part_gives_another_fingerprint(routed, routed_data):
     found = set()
     for change in (0, 1e-2):
@@ -369,6 +374,7 @@ class PackedLabels(nn.Module):
         return self.head(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
 
 
+@pytest.mark.slow(reason="quantizes a sequence for one number; test_packed_sequences.py has such models")
 def test_layers_that_read_a_packed_sequence_count():
     model, lengths = PackedLabels().eval(), torch.tensor([5, 5])
     found = intaglio.quantize(model, [(torch.rand(2, 5, 8), lengths)], progress=False).coverage
@@ -393,6 +399,7 @@ class Strided(Detector):
         self.backbone.second = nn.Sequential(*layers)
 
 
+@pytest.mark.slow(reason="another detector, with images of three sizes")
 def test_maps_of_one_pixel_in_the_batches_do_not_limit_the_size_of_images():
     torch.manual_seed(0)
     model = Strided().eval()
@@ -405,6 +412,7 @@ def test_maps_of_one_pixel_in_the_batches_do_not_limit_the_size_of_images():
         assert (found - exact).square().sum() < 1e-2 * exact.square().sum()
 
 
+@pytest.mark.slow(reason="quantizes a detector twice to count its runs")
 def test_runs_of_the_float_model_do_not_grow_with_the_number_of_parts(monkeypatch):
     class Counted(Detector):
         runs = 0
