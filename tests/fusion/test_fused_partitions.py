@@ -127,6 +127,7 @@ TO_FLOAT = (
 TAILS = tuple(row for row in TO_FLOAT if "loop" in row.partition)
 
 
+@pytest.mark.slow(reason="rows of fusions to floats; those to quantized values run below")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_int8_operands_give_a_float32_result(isa, subtests):
     check(subtests, [Expected(row) for row in TO_FLOAT], isa, results="float")
@@ -232,6 +233,7 @@ BINARY = {
 }
 
 
+@pytest.mark.slow(reason="functions of two operands behind a layer; test_residual_sums.py has sums")
 @pytest.mark.case("patterns row 12")
 @pytest.mark.parametrize(
     "anchor", ["linear", *slow_params("conv2d", reason="tails of convolutions have tests among the partitions above")]
@@ -308,7 +310,7 @@ MORE = (
 )
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [*slow_params(False, reason="many rows; the gated one runs always"), True])
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_further_fusion_rows_of_other_engines_give_one_partition(gated, isa, subtests):
     """To floats, and to quantized values: the loop quantizes what it makes. The gated row alone keeps its product

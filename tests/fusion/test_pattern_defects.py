@@ -20,6 +20,7 @@ from intaglio.stages import Quantizer
 from support import nets
 from support.custom_operators import WEIGH, weigh
 from support.nets import Body
+from support.slow_params import slow_params
 
 DRAW = torch.Generator().manual_seed(3)
 
@@ -165,7 +166,7 @@ def test_a_model_of_several_results_gives_them_all():
     [
         lambda m, x: m.c(x) + (y := m.c(x)) * y,
         lambda m, x: (y := F.relu(x)) + y,
-        lambda m, x: torch.cat([x * x, x * x], 1),
+        *slow_params(lambda m, x: torch.cat([x * x, x * x], 1), reason="a concatenation of what is read twice"),
     ],
 )
 def test_a_value_read_twice_has_one_site(body):
@@ -221,6 +222,7 @@ def test_a_square_root_is_computed_in_float():
     assert noise(lowered(x), model(x)) < 0.03
 
 
+@pytest.mark.slow(reason="quantizes a residual network twice")
 @pytest.mark.case("patterns D11")
 def test_constants_are_folded_only_if_no_bit_changes():
     """Scales per channel, and two roundings in a row where a value has two readers of unlike parameters."""

@@ -70,13 +70,7 @@ SCALED = {
 @pytest.mark.parametrize("recipe", [None, PER_TENSOR], ids=["channel", "tensor"])
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        "of two sites of tokens",
-        "transposed",
-        "groups",
-        of=SCALED,
-        reason="other layers of the same sums",
-    ),
+    slow_params_except("of two sites of tokens", of=SCALED, reason="other layers of the same sums"),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_scaled_sum_is_one_bit_identical_kernel(name, recipe, isa):
@@ -177,7 +171,7 @@ SHORTCUTS = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_params_except("two in a row", "below zero", of=SHORTCUTS, reason="other layers of the same sums"),
+    slow_params_except("below zero", of=SHORTCUTS, reason="other layers of the same sums"),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_kernels_with_16_bit_shortcuts_are_bit_identical(name, isa):
@@ -225,6 +219,7 @@ def test_the_recipe_of_the_sum_selects_its_type():
     assert [len(op.inputs) for op in lowered.graph.ops if op.kind == "add"] == [5, 4]
 
 
+@pytest.mark.slow(reason="compiles a model to compare recipes by name")
 def test_recipes_have_names(tmp_path):
     body, modules, _ = SHORTCUTS["identity"]
     model = randomize(Body(body, **modules))

@@ -48,6 +48,7 @@ def models():
     return [(model, x, *quantized(model, x, recipe=transformer)) for model, x in ((of_tokens, IDS), (of_elements, X))]
 
 
+@pytest.mark.slow(reason="compiles, saves and loads a program for each model; the interpreter computes them below")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_programs_have_the_bits_of_the_interpreter(isa, models, tmp_path):
     for model, x, _, lowered in models:
@@ -133,6 +134,7 @@ def selections(m, x):
     return m.b(y.index_add(0, rows, part.softmax(-1))), part.sum(0)
 
 
+@pytest.mark.slow(reason="another model, with islands; the other operators need none")
 def test_islands_compute_values_again_whose_size_depends_on_values():
     model = randomize(Body(selections, a=nn.Linear(6, 8), b=nn.Linear(8, 8)))
     x = X[0]

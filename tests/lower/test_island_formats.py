@@ -13,6 +13,7 @@ from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
 from intaglio.runtime import QuantizedModel
 from support.nets import Body, randomize
+from support.slow_params import slow_params_except
 
 X = torch.randn(8, 3, 33, 33, generator=torch.Generator().manual_seed(0))
 FORMATS = {
@@ -28,7 +29,15 @@ ISLANDS = {
 }
 
 
-@pytest.mark.parametrize("name", ISLANDS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        "a statistic of the input",
+        "the variance of a result",
+        of=ISLANDS,
+        reason="another island with the same borders",
+    ),
+)
 def test_program_and_interpreter_have_the_same_bits_behind_islands(name):
     body, options = ISLANDS[name]
     model = randomize(Body(body, c=nn.Conv2d(3, 8, 3, padding=1)))
@@ -44,6 +53,7 @@ def _compiled(model: nn.Module, **options: object) -> tuple[QuantizedModel, Lowe
     return stages.compile(lowered), lowered
 
 
+@pytest.mark.slow(reason="quantizes for a data type without kernels")
 def test_zero_points_of_a_datatype_without_kernels_are_kept(monkeypatch):
     affine = Datatype("s8a", (Role.ACTIVATION,), DType.S8, -128, 127, zero_point=True, native=False)
     monkeypatch.setitem(DATATYPES, "s8a", affine)
@@ -72,6 +82,7 @@ class KeptIds(nn.Module):
         return y, torch.searchsorted(y.flatten().sort().values, kept.float()).sum()
 
 
+@pytest.mark.slow(reason="another model with islands; their results are compared above")
 def test_islands_compute_again_what_only_values_of_unknown_size_read():
     model = randomize(KeptIds())
     batch = torch.rand(4, 6), torch.tensor([7, 1, 5, 3, 9])

@@ -62,6 +62,7 @@ def test_a_residual_block_is_few_loops_and_no_island(blocks):
         )
 
 
+@pytest.mark.slow(reason="compiles a block to save it; loops run in the program below")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_block_is_bit_identical_after_saving_and_loading(isa, blocks, tmp_path):
     given, _, lowered = blocks
@@ -168,6 +169,7 @@ FEW = (
 )
 
 
+@pytest.mark.slow(reason="a program of many loops; kernels of loops are compared operator by operator")
 @pytest.mark.parametrize(
     "names",
     [FEW, *slow_params((tuple(OPERATORS),), reason="operators whose loops are like those of the few")],

@@ -154,6 +154,7 @@ LIKE_OTHERS = (
 FEW = tuple(name for name in ODD if name not in LIKE_OTHERS)
 
 
+@pytest.mark.slow(reason="many graphs in one model; the named nets run always")
 @pytest.mark.case("backend 25")
 @pytest.mark.parametrize(
     "names",
@@ -175,7 +176,11 @@ def test_unusual_but_valid_graphs_run_in_int8(names, subtests):
 
 
 @pytest.mark.case("frontends A3")
-@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 5, 16), (2, 3, 5, 16)], ids=len)
+@pytest.mark.parametrize(
+    "shape",
+    [(16,), *slow_params(((5, 16),), ((2, 5, 16),), reason="ranks between those of the others"), (2, 3, 5, 16)],
+    ids=len,
+)
 def test_linear_layers_of_any_rank_equal_flattened_ones(shape):
     model = nets.randomize(Body(lambda m, x: m.b(F.relu(m.a(x))), a=nn.Linear(16, 12), b=nn.Linear(12, 7, bias=False)))
     x = batch(*shape)
@@ -193,6 +198,7 @@ def test_inputs_that_are_not_contiguous():
     assert torch.equal(lowered(wide.t()[::2]), lowered(wide.t()[::2].contiguous()))
 
 
+@pytest.mark.slow(reason="a residual network; inputs that are not contiguous are tested below")
 @pytest.mark.case("backend 23")
 def test_channels_last_inputs_match_contiguous_ones():
     model = nets.randomize(nets.Residual())

@@ -112,6 +112,7 @@ def test_changes_are_tried_from_the_errors_of_the_model(data):
     assert gains == sorted(gains, reverse=True)
 
 
+@pytest.mark.slow(reason="quantizes a network for every change; changes are tried above")
 def test_leaving_the_bad_layer_in_float_is_the_best_change():
     case = report_models.case_of(report_models.spoiled(), report_models.pictures())
     best = case.report(tries=1, calls=0).data.suggestions[0]
@@ -190,6 +191,7 @@ def test_whole_calls_of_models_with_python_code_are_timed_beside_float(made):
     assert "Python runs between" in measured.limits[0]
 
 
+@pytest.mark.slow(reason="quantizes and times a residual network again")
 def test_operators_are_timed_with_the_dynamic_sizes_of_the_model():
     case = report_models.case_of(nets.randomize(nets.Residual()), report_models.pictures(), dynamic_shapes={"x": None})
     assert case.report().data.measured.operators
@@ -210,6 +212,7 @@ def test_nothing_is_timed_without_the_float_model_or_with_no_calls():
     assert case.report(calls=0).data.measured is None
 
 
+@pytest.mark.slow(reason="quantizes a model with a buffer to report on it")
 def test_a_report_leaves_the_model_as_it_was():
     model = nets.randomize(nets.Body(lambda m, x: m.c(x + m.count.add_(1)), c=torch.nn.Conv2d(3, 3, 1)))
     model.register_buffer("count", torch.zeros(1))
@@ -219,6 +222,7 @@ def test_a_report_leaves_the_model_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in case.quantized.named_buffers())
 
 
+@pytest.mark.slow(reason="quantizes a residual network once more")
 def test_the_run_can_be_repeated(data):
     run = data.run
     case = report_models.residual()

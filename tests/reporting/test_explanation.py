@@ -116,6 +116,7 @@ def test_an_operator_in_float_has_its_reason():
     assert "PyTorch" in said["Runs"]
 
 
+@pytest.mark.slow(reason="quantizes a residual network again; an operator in float has its reason above")
 def test_the_recipe_that_leaves_an_operator_in_float_is_named():
     case = report_models.residual()
     left = intaglio.quantize(case.exact, case.batches, skip=["fc"], progress=False)
@@ -131,6 +132,7 @@ def measured(where: str) -> ExplainedOperator:
     return one
 
 
+@pytest.mark.slow(reason="quantizes a network with each change; test_collected_numbers.py tries changes, too")
 def test_changes_are_other_settings():
     titles = [change.title for change in measured("blocks.1.conv2.0").changes]
     assert titles[0] == "In float"

@@ -10,9 +10,17 @@ from intaglio.errors import ArtifactError
 from intaglio.reporting.report_json import report_from_json, report_json
 from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed
 from support import report_models
+from support.slow_params import slow_params
 
 
-@pytest.mark.parametrize("made", [report_models.residual, report_models.islands, report_models.parts])
+@pytest.mark.parametrize(
+    "made",
+    [
+        *slow_params(report_models.residual, reason="a larger report; one with islands is read again, too"),
+        report_models.islands,
+        report_models.parts,
+    ],
+)
 def test_a_report_is_the_same_after_reading_it_again(made, tmp_path):
     found = made().report()
     found.save_json(tmp_path / "report.json")
@@ -66,6 +74,7 @@ def test_a_field_of_another_type_is_refused():
         report_from_json(json.dumps(content))
 
 
+@pytest.mark.slow(reason="compares two reports of a residual network")
 def test_two_models_can_be_beside_each_other(tmp_path):
     first, second = report_models.residual(), report_models.residual_report()
     found = first.report(against=second, calls=0)

@@ -75,6 +75,7 @@ class Areas(nn.Module):
         return self.last(y + pixels.permute(0, 3, 1, 2))
 
 
+@pytest.mark.slow(reason="captures an image model twice, as its sizes are multiples")
 def test_an_image_that_is_divided_into_areas_has_free_sizes():
     model, x = Areas().eval(), torch.randn(2, 3, 16, 16)
     captured = capture(model, (x,), dynamic_shapes=FREE_IMAGE)

@@ -148,6 +148,7 @@ def test_a_decoder_with_positions_of_its_own_has_no_island(library):
         assert (found - wanted).norm() < 0.1 * wanted.norm()
 
 
+@pytest.mark.slow(reason="captures a decoder of a library, as tests of generators do")
 def test_a_decoder_is_captured_without_its_cache(library):
     """The cache is a class that torch.export cannot return. The logits do not depend on it."""
     options = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 90, "n_positions": 64}
@@ -165,6 +166,7 @@ def test_a_decoder_is_captured_without_its_cache(library):
         capture(model, (), example_kwargs={"input_ids": ids, "use_cache": True})
 
 
+@pytest.mark.slow(reason="captures an encoder of two layers; encoders of text are captured above")
 def test_encoders_have_no_note_about_caches(library):
     """Their configurations have the setting use_cache too, which only decoders read."""
     model, captured = captured_encoder(library, "Bert", "sdpa", 2)
@@ -202,6 +204,7 @@ def test_the_encoder_layer_of_torch_runs_in_int8():
     torch.testing.assert_close(longer(some), model(some))
 
 
+@pytest.mark.slow(reason="the encoder layer above contains it")
 @pytest.mark.parametrize("weights", [True, False])
 def test_multihead_attention_of_torch_runs_in_int8(weights):
     model, x = nn.MultiheadAttention(32, 2, batch_first=True).eval(), torch.randn(1, 9, 32)
@@ -225,6 +228,7 @@ def test_a_sentence_transformer_takes_and_returns_a_dictionary(library):
     torch.testing.assert_close(captured(reordered)["sentence_embedding"], wanted["sentence_embedding"])
 
 
+@pytest.mark.slow(reason="captures an encoder again for its signature")
 def test_results_of_a_loaded_model_keep_their_class(library, monkeypatch):
     signature = captured_encoder(library, "Bert", "sdpa", 1)[1].signature
     numbers = ParameterTable()
@@ -236,6 +240,7 @@ def test_results_of_a_loaded_model_keep_their_class(library, monkeypatch):
     assert plain.out_tree.type is OrderedDict
 
 
+@pytest.mark.slow(reason="captures an encoder again for one argument")
 def test_bidirectional_attention_without_a_padding_mask_gets_no_mask(library):
     masking = sys.modules["transformers.masking_utils"]
     before = masking._ignore_bidirectional_mask_sdpa

@@ -17,6 +17,7 @@ from intaglio.torch_private import FakeTensorMode, OpOverload, decomposition_of,
 from intaglio.tracing import capture
 from intaglio.tracing.operator_aliases import CallLog
 from support.nets import Body, randomize
+from support.slow_params import slow_params
 
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
 Y = X.flip(0)
@@ -72,6 +73,7 @@ def _own(operand, own):
     return own.get(id(operand), operand)
 
 
+@pytest.mark.slow(reason="looks at every operator of PyTorch, which changes with PyTorch only")
 def test_every_alias_of_an_operator_with_a_record_is_captured_as_that_operator(caplog):
     caplog.set_level(logging.CRITICAL, "torch")
     found = [(target, given) for target, given in candidates() if decomposition_of(target) is not None]
@@ -102,7 +104,16 @@ ALIASES = {
 """Aliases of operators with and without a record, and the operators themselves."""
 
 
-@pytest.mark.parametrize("door", ["quantize", "eager"])
+@pytest.mark.parametrize(
+    "door",
+    [
+        *slow_params(
+            "quantize",
+            reason="all aliases in one model that is quantized twice; they give the bits of their operators below",
+        ),
+        "eager",
+    ],
+)
 def test_aliases_resolve_like_their_operators_in_both_doors(door, subtests):
     """All aliases in one model, and all operators in another; each stands between layers of its own."""
     texts, results = [], []
@@ -163,6 +174,7 @@ def test_aliases_are_int8_and_give_the_bits_of_their_operators():
     assert str(quantized[0].coverage).splitlines()[0] == str(quantized[1].coverage).splitlines()[0]
 
 
+@pytest.mark.slow(reason="the aliases of the test above are recorded by the same door")
 def test_define_by_run_models_run_aliases_in_int8():
     model = randomize(Aliases(plain=False)).eval()
     prepared = eager.prepare(model, images()[0])

@@ -98,6 +98,7 @@ def correlated(m: nn.Module, first: torch.Tensor, second: torch.Tensor) -> torch
     return (torch.matmul(one.transpose(1, 2), other).reshape(n * 64, 1, 8, 8) * 2).view(n, 8, 8, -1)
 
 
+@pytest.mark.slow(reason="captures a larger network; inputs that are joined have a free batch above")
 def test_inputs_that_are_joined_and_separated_have_one_free_batch():
     model = body(correlated, c=conv())
     captured = capture(model, (X, X + 1))
@@ -209,6 +210,7 @@ def _cond(m, x):
     return torch.cond(x.sum() > 0, lambda x: m.a(x), lambda x: x * 2, (x,))
 
 
+@pytest.mark.slow(reason="torch compiles the branches; models that cannot be captured say why below")
 @pytest.mark.case("frontends C8")
 def test_branches_with_bodies_of_their_own_are_refused_by_name():
     """C8: the operator, the module in its body, and what to do."""
@@ -329,7 +331,11 @@ def test_casts_without_effect_are_removed():
     ]
 
 
-@pytest.mark.parametrize("net", [nets.InplaceMutations, nets.OptionA], ids=lambda net: net.__name__)
+@pytest.mark.parametrize(
+    "net",
+    [nets.InplaceMutations, *slow_params(nets.OptionA, reason="a larger network through the same passes")],
+    ids=lambda net: net.__name__,
+)
 def test_capture_passes_are_idempotent(net):
     _, captured = captured_net(net)
     text = captured.text()

@@ -119,7 +119,7 @@ def test_a_mask_stays_float_and_everything_else_is_int8(way):
     "way",
     [
         "attention, added of keys",
-        "extended by a library",
+        *slow_params("extended by a library", reason="a mask that a library extends reaches the same operator"),
         *slow_params("attention, boolean of keys", reason="the same mask as booleans"),
     ],
 )
@@ -136,6 +136,7 @@ def test_a_fully_masked_row_has_attention_zero(way):
     assert (found[2] == found[2, 0]).all()  # at most the bias of a last layer: the same in every place
 
 
+@pytest.mark.slow(reason="captures attention that returns its weights")
 def test_attention_weights_of_a_fully_masked_row_are_nan_and_named():
     model, mask = model_of("attention that gives its weights")
     closed = mask.clone()
@@ -156,6 +157,7 @@ def test_an_encoder_that_tests_its_mask_for_causality_takes_it_as_it_is():
     torch.testing.assert_close(captured(X, mask), model(X, mask))
 
 
+@pytest.mark.slow(reason="captures two encoders that run on nested tensors")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_that_skips_padding_is_quantized_with_a_note():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)

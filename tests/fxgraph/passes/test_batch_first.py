@@ -57,6 +57,7 @@ def test_attention_of_torch_keeps_the_batch_first(free, weights):
     assert kinds.count("aten.linear.default") == 4
 
 
+@pytest.mark.slow(reason="captures a layer of a transformer; a layout that stays is tested below")
 def test_a_sequence_first_layout_is_kept():
     free = {"src": {1: torch.export.Dim.AUTO}}
     module, _ = passed(nn.TransformerEncoderLayer(24, 3, 48), X, dynamic_shapes=free)
@@ -111,6 +112,7 @@ class Windows(nn.Module):
         return self.last(y.reshape(x.shape[0], 2, 2, 3, 3, 8).transpose(2, 3).reshape(x.shape))
 
 
+@pytest.mark.slow(reason="quantizes windows of a transformer; they are permuted with merged axes below")
 def test_neighbouring_axes_are_merged_where_a_permutation_has_too_many():
     x = torch.randn(3, 6, 6, 8, generator=torch.Generator().manual_seed(3))
     model = randomize(Windows())

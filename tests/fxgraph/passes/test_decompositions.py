@@ -10,7 +10,7 @@ import intaglio
 from support.lowering import quantized
 from support.nets import Body, randomize
 from support.side_by_side import SideBySide
-from support.slow_params import slow_params
+from support.slow_params import slow_params, slow_params_except
 
 DRAW = torch.Generator().manual_seed(0)
 X = torch.randn(2, 12, 8, generator=DRAW)
@@ -73,6 +73,7 @@ def between_layers(body):
     return randomize(Body(lambda m, x: (body(torch.tanh(m.a(x)) + x), m.b(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 3)))
 
 
+@pytest.mark.slow(reason="a program of all bodies; groups of a free size run below")
 def test_the_program_computes_them(subtests):
     """All bodies side by side, each behind a layer of its own."""
     model = SideBySide({name: (between_layers(body), [X]) for name, body in BODIES.items()})
@@ -139,7 +140,7 @@ BOTH = [
 
 
 @pytest.mark.parametrize("recipe", BOTH)
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", slow_params_except("instance norm", of=NORMS, reason="other groups of the same sums"))
 def test_groups_of_a_free_size_are_normalized_in_the_program(name, recipe):
     model = randomize(NORMS[name]())
     axes = model.first.weight.dim()

@@ -56,6 +56,7 @@ def test_weights_of_another_tool_are_named():
     assert [found.site(name).rounding for name in ("0.weight", "1.weight")] == ["imported", "nearest"]
 
 
+@pytest.mark.slow(reason="quantizes a residual network with a recipe of its own")
 def test_the_entries_of_the_recipe_that_apply_are_named():
     exact, batches = report_models.residual().exact, report_models.pictures()
     recipe = {"op:aten.conv2d": {"bits": 7}, "blocks.0": {"method": "minmax"}, "fc": None}

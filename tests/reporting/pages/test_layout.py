@@ -61,6 +61,7 @@ def test_nothing_covers_anything_else(graph):
     assert_nothing_is_covered(graph)
 
 
+@pytest.mark.slow(reason="a report of a residual network; drawn graphs are laid out above")
 def test_nothing_covers_anything_else_in_a_residual_network():
     assert_nothing_is_covered(report_models.residual_report().data.graphs[0])
 

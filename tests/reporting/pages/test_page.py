@@ -219,7 +219,7 @@ def test_another_report_adds_its_numbers():
     "made",
     [
         report_models.islands,
-        report_models.parts,
+        *slow_params(report_models.parts, reason="a report with the graphs of each part"),
         *slow_params(report_models.define_by_run, reason="a graph of another door, which an explanation shows, too"),
     ],
     ids=lambda made: made.__name__,

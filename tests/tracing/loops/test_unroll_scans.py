@@ -182,6 +182,7 @@ def test_one_site_has_the_values_of_all_iterations():
     assert qparams["#0/input.args_1"] != qparams["#scan[0]/tanh.0"]
 
 
+@pytest.mark.slow(reason="captures a second scan; that values of all iterations share a site is tested below")
 @pytest.mark.case("frontends C8")
 def test_weights_are_not_copied():
     lowered = lowered_of("two that share a weight")[3]
@@ -197,6 +198,7 @@ def test_selectors_reach_the_modules_of_a_body():
     assert not any(site.value.startswith("b") for site in prepared.annotations.sites)
 
 
+@pytest.mark.slow(reason="torch compiles the scan once more")
 @pytest.mark.case("frontends C8")
 def test_the_batch_may_be_dynamic_beside_the_time_steps():
     model, (x, h), _ = captured_of("cell")  # what torch compiles of it, for one batch, is not used again
@@ -207,6 +209,7 @@ def test_the_batch_may_be_dynamic_beside_the_time_steps():
     assert_same([r[..., :1, :] for r in compiled(x, h)], compiled(x[:, :1], h[:1]))
 
 
+@pytest.mark.slow(reason="captures nested scans for one refusal")
 @pytest.mark.case("frontends C8")
 def test_too_many_operators_are_refused_with_the_limit(monkeypatch):
     model, given = model_of("nested")
@@ -224,6 +227,7 @@ def test_a_scan_over_no_elements_is_refused_as_in_torch():
         capture(model, (x[:0], h))
 
 
+@pytest.mark.slow(reason="captures the scan for training")
 @pytest.mark.case("frontends C8")
 def test_training_sees_one_fake_quantize_for_all_iterations():
     model, (x, h) = model_of("cell")

@@ -160,6 +160,7 @@ def pairs(result) -> list[Tensor]:
     return list(result) if isinstance(result, (list, tuple)) else [result]
 
 
+@pytest.mark.slow(reason="compares a body operator by operator; its integers run above")
 @pytest.mark.case("frontends C8")
 def test_loop_bodies_of_a_reference_follow_the_contract():
     _, x, reference, lowered = lowered_of("a count")
@@ -183,6 +184,7 @@ def test_statistics_are_those_of_all_iterations():
     assert (found.low, found.high) == (torch.stack(seen).min().item(), torch.stack(seen).max().item())
 
 
+@pytest.mark.slow(reason="a loop is calibrated and converted twice")
 @pytest.mark.case("frontends C8")
 def test_ranges_and_parameters_of_bodies_are_kept_and_read_again():
     _, x, prepared = prepared_of("a weight that is outside too")
@@ -223,6 +225,7 @@ def test_results_of_zero_iterations_do_not_alias_inputs():
     assert found.data_ptr() != x.data_ptr()
 
 
+@pytest.mark.slow(reason="torch compiles two loops")
 @pytest.mark.case("frontends C8")
 def test_loops_in_loops_are_refused():
     def inner(m, i, y):
@@ -235,6 +238,7 @@ def test_loops_in_loops_are_refused():
         capture(model, (torch.randn(4, 8), torch.tensor(0)))
 
 
+@pytest.mark.slow(reason="captures another loop for two refusals")
 @pytest.mark.case("frontends C8")
 def test_backends_without_while_loops_refuse_them(tmp_path):
     model, x, reference, lowered = lowered_of("a count")

@@ -10,6 +10,7 @@ from intaglio.errors import InputError
 from intaglio.fxgraph.nodes import operator
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from support.nets import Body
+from support.slow_params import slow_params_except
 
 DRAW = torch.Generator().manual_seed(0)
 ROWS = 300
@@ -32,7 +33,12 @@ def ids_of(count, low=0):
     return torch.randint(low, ROWS, (count,), generator=DRAW)
 
 
-@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        "index_select", "an embedding with one axis of ids", of=LOOKUPS, reason="another spelling of the same lookup"
+    ),
+)
 def test_tables_that_are_looked_up_are_int8(name):
     model = model_of(name)
     found = intaglio.quantize(
@@ -45,7 +51,12 @@ def test_tables_that_are_looked_up_are_int8(name):
         assert (found(batch) - exact).square().sum() < 1e-2 * exact.square().sum()
 
 
-@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        "index_select", "an embedding with one axis of ids", of=LOOKUPS, reason="another spelling of the same lookup"
+    ),
+)
 def test_ids_behind_the_table_are_refused(name):
     found = intaglio.quantize(model_of(name), [ids_of(40)], progress=False)
     for ids in (torch.tensor([0, ROWS, 1]), torch.tensor([-ROWS - 1, 2])):

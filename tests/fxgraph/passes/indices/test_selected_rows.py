@@ -146,7 +146,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        "their number is read", "they are added up", of=OTHERS, reason="another reader that needs the rows"
+    ),
+)
 def test_rows_stay_selected_if(name):
     model = network(rows_of(OTHERS[name]))
     reference, lowered = quantized(model, X, ENDS, recipe=TRANSFORMER)

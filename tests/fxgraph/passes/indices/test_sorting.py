@@ -98,6 +98,7 @@ def graphs(request):
     return quantized(model, X, recipe=intaglio.Recipe.named("transformer"))
 
 
+@pytest.mark.slow(reason="a program of many loops; the order of elements is compared in the tests below")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_programs_compute_all_of_them(graphs, isa, subtests):
     reference, lowered = graphs
