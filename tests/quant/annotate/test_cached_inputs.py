@@ -11,6 +11,7 @@ from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.fxgraph.node_info import origin
 from intaglio.ir import DType
 from intaglio.quant.recipes.quantizer import Quantizer
+from support.slow_params import slow_params
 
 
 class Heads(nn.Module):
@@ -78,7 +79,14 @@ def test_reference_interpreter_and_kernel_take_and_return_quantized_values():
     assert torch.equal(keys, as_stored(reference, (call[0], *wanted[1:]))[1])
 
 
-@pytest.mark.parametrize("given", [Setting(cache="int8", activations="float"), Setting(cache="int8", bits=7)], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *slow_params(Setting(cache="int8", activations="float"), reason="layers in float beside the same cache"),
+        Setting(cache="int8", bits=7),
+    ],
+    ids=str,
+)
 def test_the_cache_is_quantized_whatever_else_is(given):
     reference = reference_of(Recipe(default=given))
     assert types(reference) == [DType.F32, DType.U8, DType.U8]

@@ -8,6 +8,7 @@ import intaglio
 from intaglio import eager, stages
 from intaglio.errors import CaptureError, UnsupportedError
 from support.nets import Body, randomize
+from support.slow_params import slow_params
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
@@ -36,6 +37,7 @@ def test_the_reason_names_what_an_operator_reads():
     }
 
 
+@pytest.mark.slow(reason="quantizes for the reason of a recipe")
 def test_an_operator_that_only_follows_products_has_the_recipe_as_reason():
     recipe = intaglio.Recipe(default=intaglio.Setting(residual="float"))
     model = intaglio.quantize(layers(lambda m, x: m.b(m.a(x.tanh()))), [X], recipe=recipe, progress=False)
@@ -49,6 +51,7 @@ def test_operators_on_complex_numbers_are_listed():
     assert found.operators_total == 4
 
 
+@pytest.mark.slow(reason="quantizes a layer of complex numbers; operators on them are listed above")
 def test_a_layer_of_complex_numbers_counts_as_float():
     weight = torch.randn(16, 16, dtype=torch.complex64)
     found = coverage(layers(lambda m, x: m.b(nn.functional.linear(x.to(weight.dtype), weight).real)))
@@ -74,7 +77,7 @@ def test_complex_inputs_are_an_error_that_says_what_to_pass(door):
     assert coverage(follows, torch.view_as_real(x)).macs_int8 == 320
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow_params(torch.bfloat16, reason="the other half precision")])
 def test_casts_of_half_precision_do_not_count_as_operators(dtype):
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().to(dtype)
     found = coverage(model, X.to(dtype))

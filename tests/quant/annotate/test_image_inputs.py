@@ -229,6 +229,7 @@ def test_a_model_may_have_parameters_of_any_name():
     assert sqnr(lowered(model, IMAGENET, x)[1](x), model(x)) > 30
 
 
+@pytest.mark.slow(reason="a residual network that takes bytes; convolutions absorb an image above")
 def test_a_batch_norm_after_the_convolution_is_folded_too():
     model, reference, graph = residual()
     x = IMAGENET.normalize(photos(8, width=12))
@@ -318,6 +319,7 @@ def test_bytes_with_channels_last_give_results_with_channels_last():
     assert all(y.is_contiguous(memory_format=torch.channels_last) for y in model(*pixels))
 
 
+@pytest.mark.slow(reason="quantizes a model of two images")
 def test_several_inputs_are_declared_by_name():
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -345,6 +347,7 @@ def test_several_inputs_are_declared_by_name():
         lowered(model, {"lefft": HALF}, x, y)
 
 
+@pytest.mark.slow(reason="quantizes and saves a residual network")
 def test_quantized_and_loaded_models_accept_bytes(tmp_path):
     model, pixels = nets.randomize(nets.Residual()), photos(4, width=12)
     x = IMAGENET.normalize(pixels)
@@ -445,6 +448,7 @@ def test_a_file_whose_gains_are_not_one_per_channel_is_refused(tmp_path):
         intaglio.load(tmp_path / "bad")
 
 
+@pytest.mark.slow(reason="quantizes a network to find that nothing is declared")
 def test_an_equalized_input_without_a_declaration_takes_no_bytes():
     """Its channels have scales of their own too, but nobody said what bytes stand for."""
     model = nets.randomize(nets.ConvBnRelu())

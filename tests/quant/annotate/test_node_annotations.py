@@ -351,7 +351,11 @@ def test_a_quantizer_argument_must_be_a_quantizer_or_an_annotator():
 
 @pytest.mark.parametrize(
     "body",
-    [lambda m, x: m.a(x), lambda m, x: F.relu(m.a(x)), lambda m, x: torch.sin(m.a(x))],
+    [
+        *slow_params(lambda m, x: m.a(x), reason="annotated otherwise, with the same result"),
+        lambda m, x: F.relu(m.a(x)),
+        *slow_params(lambda m, x: torch.sin(m.a(x)), reason="annotated otherwise, with the same result"),
+    ],
     ids=["conv", "relu", "sin"],
 )
 def test_int8_outputs_are_uint8_with_any_annotation(body):

@@ -135,6 +135,7 @@ def test_each_rank_gets_whole_batches_alternately_without_repeats(count, size):
 # ---- statistics and calibration
 
 
+@pytest.mark.slow(reason="draws shards; sums and extrema over ranks are compared above")
 @pytest.mark.case("calibration 27")
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 8]))
 def test_statistics_of_uneven_and_empty_shards_in_any_order_are_those_of_one_process(seed, size):
@@ -176,7 +177,11 @@ def test_calibration_by_ranks_gives_the_file_and_the_parameters_of_one_process(s
 
 
 @pytest.mark.case("calibration 27")
-@pytest.mark.parametrize("setting", [{}, {"rounding": "nearest", "bias": "outputs"}], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [{}, *slow_params({"rounding": "nearest", "bias": "outputs"}, reason="biases are sums over ranks as moments are")],
+    ids=str,
+)
 @pytest.mark.parametrize("size", [3, *slow_params(2, 8, reason="other numbers of ranks")])
 def test_corrections_by_ranks_are_those_of_one_process_to_the_bit(size, setting):
     """Equalization, integers of weights and biases too; eight ranks for seven batches: one has none."""

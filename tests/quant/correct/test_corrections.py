@@ -35,7 +35,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support import nets
 from support.programs import assert_same_bits
-from support.slow_params import slow_params_except
+from support.slow_params import slow_params, slow_params_except
 
 
 def prepared_of(model, batch, **setting):
@@ -66,7 +66,7 @@ def noise(exact, found):
 
 
 @pytest.mark.parametrize(
-    "name", slow_params_except("option a", "grouped", "linears", of=NETS, reason="layers of the other networks")
+    "name", slow_params_except("grouped", "linears", of=NETS, reason="layers of the other networks")
 )
 def test_equalizing_leaves_the_float_function_alone(name):
     model = nets.uneven(nets.randomize(NETS[name]()))
@@ -86,6 +86,7 @@ def test_sums_take_a_factor_per_channel():
     assert "equalize: " in report(apply_equalization)
 
 
+@pytest.mark.slow(reason="compiles an equalized network; corrected ones are compared below")
 def test_equalized_models_run_in_int8_bit_identically():
     model = nets.uneven(nets.randomize(nets.OptionA()))
     x = nets.example(model, 4)
@@ -98,6 +99,7 @@ def test_equalized_models_run_in_int8_bit_identically():
     assert torch.equal(quantized(x), lowered(x))
 
 
+@pytest.mark.slow(reason="calibrates a residual network twice; equalizing leaves the function alone above")
 def test_equalization_improves_channels_of_small_range():
     model = nets.uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 16)
@@ -297,7 +299,7 @@ def test_moments_of_few_positions_are_damped_more(k):
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(24, 3), nn.Conv2d(6, 4, 3, groups=2)], ids=str)
-@pytest.mark.parametrize("samples", [2, 300])
+@pytest.mark.parametrize("samples", [2, *slow_params(300, reason="more samples of the same layers")])
 def test_the_damping_is_that_of_the_positions_of_the_data(layer, samples):
     """Moments may keep operands or their products, and may be of one batch or of many."""
     x = torch.randn(samples, 24) if isinstance(layer, nn.Linear) else torch.randn(samples, 6, 3, 5)
@@ -456,7 +458,14 @@ def test_nearly_collinear_inputs_do_not_harm_gptq():
 # -- correct ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", [{"rounding": "gptq"}, {"rounding": "nearest", "bias": "weights"}], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *slow_params({"rounding": "gptq"}, reason="takes longer, and gives integers of the same type"),
+        {"rounding": "nearest", "bias": "weights"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "name", slow_params_except("option a", "grouped", "linears", of=NETS, reason="layers of the other networks")
 )
@@ -497,6 +506,7 @@ def test_bias_correction_removes_the_mean_error_of_rounding(kind):
     assert means[1] < 0.2 * means[0]
 
 
+@pytest.mark.slow(reason="calibrates two networks")
 def test_corrections_of_another_model_are_refused():
     x = torch.randn(2, 3, 12, 12)
     all_stages = [prepared_of(nets.randomize(net()), x) for net in (nets.Residual, nets.OptionA)]
@@ -606,7 +616,11 @@ def test_smoothing_leaves_the_float_function_alone_and_gains():
     assert errors[1] < 0.7 * errors[0]
 
 
-@pytest.mark.parametrize("weights", [{}, {"weights_dtype": "s4", "weights": "group:8"}], ids=["int8", "4 bits"])
+@pytest.mark.parametrize(
+    "weights",
+    [*slow_params({}, reason="int8 weights gain by the same factors"), {"weights_dtype": "s4", "weights": "group:8"}],
+    ids=["int8", "4 bits"],
+)
 def test_smoothing_gains_with_scales_per_token(weights):
     torch.manual_seed(0)
     model, x = Tokens().eval(), torch.randn(16, 10, 12)

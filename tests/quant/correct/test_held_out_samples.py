@@ -77,6 +77,7 @@ DEFAULT_ALONE = slow_params_except(
 )
 
 
+@pytest.mark.slow(reason="corrects two networks with each number of samples")
 @pytest.mark.parametrize("correction", DEFAULT_ALONE)
 def test_corrections_cost_at_most_a_fifth_of_a_decibel_on_average(correction):
     """Equalization cost 9 dB of the perceptron on average over the numbers of samples, and 22 dB with four."""

@@ -152,6 +152,7 @@ def quantized(model: nn.Module, data: list[Tensor], **settings: object) -> intag
     return intaglio.quantize(model, data, recipe=recipe, progress=False)
 
 
+@pytest.mark.slow(reason="quantizes a perceptron twice to compare errors; the target of one layer is tested above")
 @pytest.mark.parametrize(
     "activations", ["static", *slow_params("token", reason="quantizes twice more; its bits are below")]
 )
@@ -165,6 +166,7 @@ def test_layers_correct_the_errors_of_layers_in_front_of_them(activations):
     assert noise[1] < 0.9 * noise[0]
 
 
+@pytest.mark.slow(reason="quantizes a perceptron twice; sums of moments do not depend on it")
 @pytest.mark.parametrize(
     "activations", [*slow_params("static", reason="quantizes twice more; its gain is above"), "token"]
 )

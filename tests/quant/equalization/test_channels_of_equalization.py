@@ -13,6 +13,7 @@ import intaglio
 from intaglio import stages
 from support.lowering import sqnr
 from support.nets import Body
+from support.slow_params import slow_params, slow_params_except
 
 SIZE = 8
 """Every axis has this size, so that factors fit wrong axes, too."""
@@ -66,7 +67,17 @@ READERS: dict[str, tuple[tuple[int, ...], Callable[[nn.Module, Tensor], Tensor],
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        "a linear layer reads vectors",
+        "a sum reads vectors",
+        "a convolution reads rows of a linear layer",
+        "a linear layer reads positions of tokens",
+        of=READERS,
+        reason="other layers that read the same sizes",
+    ),
+)
 def test_the_float_function_stays_where_sizes_are_equal(name):
     shape, forward, equalizes = READERS[name]
     model, x = net(forward), torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -79,7 +90,9 @@ def test_the_float_function_stays_where_sizes_are_equal(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("recipe", ["convolutional", "transformer"])
+@pytest.mark.parametrize(
+    "recipe", [*slow_params("convolutional", reason="both recipes equalize with the same factors"), "transformer"]
+)
 def test_an_outlier_channel_of_tokens_is_equalized(recipe):
     """One channel of a feed-forward layer that is 200 times the others took all of the 256 quantized values."""
     with torch.random.fork_rng():
@@ -93,6 +106,7 @@ def test_an_outlier_channel_of_tokens_is_equalized(recipe):
     assert sqnr(quantized(x), model(x)) > 30
 
 
+@pytest.mark.slow(reason="quantizes a model for one reshape")
 def test_reshapes_of_a_fixed_batch_are_equalized_like_others():
     layers = {"linear": uneven(nn.Linear(SIZE, SIZE)), "linear2": nn.Linear(4, SIZE)}
     model = Body(lambda m, x: m.linear2(F.relu(m.linear(x)).view(8, 2, 4)), **layers).eval()

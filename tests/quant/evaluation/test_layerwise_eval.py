@@ -12,6 +12,7 @@ from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
 from intaglio.signature import bind
 from support import nets
+from support.slow_params import slow_params
 
 
 def all_stages(**setting):
@@ -50,7 +51,9 @@ def quantize_parameters(evaluation, region, reference):
 
 
 @pytest.mark.parametrize("shortcut", [8, 16])
-@pytest.mark.parametrize("cache", [CACHE, 3000, 0])
+@pytest.mark.parametrize(
+    "cache", [*slow_params(CACHE, reason="the largest cache; a smaller one and none are computed with"), 3000, 0]
+)
 def test_the_second_track_computes_the_reference_for_every_cache(cache, shortcut):
     _, prepared, reference, batches = all_stages(shortcut=shortcut)
     evaluation = LayerwiseEvaluation(prepared.annotations, leaves(prepared, batches), reference.qparams, cache=cache)

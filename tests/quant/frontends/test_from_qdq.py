@@ -107,6 +107,7 @@ def captured():
     return stages.capture(body().eval(), X)
 
 
+@pytest.mark.slow(reason="draws many scales and zero points; named ones are compared above")
 @settings(max_examples=2 * settings.default.max_examples)
 @given(
     st.sampled_from([torch.uint8, torch.int8]),
@@ -138,7 +139,7 @@ def test_imported_quantized_values_match_the_given_model(dtype, zero, low, high,
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        ({"zero": 3}, "zero points"),
+        *slow_params(({"zero": 3}, "zero points"), reason="zero points of another type"),
         ({"axis": 1}, "scales along axis 1"),
         ({"dtype": torch.uint8, "zero": 127}, "zero points"),
     ],
@@ -204,7 +205,9 @@ BETWEEN = {
         "an order", "a rounded pool", "padding", of=BETWEEN, reason="other operators that select values"
     ),
 )
-@pytest.mark.parametrize("where", ["in front", "behind"])
+@pytest.mark.parametrize(
+    "where", [*slow_params("in front", reason="the same operators on the other side of a layer"), "behind"]
+)
 def test_quantize_is_propagated_through_operators_that_select_values(name, where):
     """Quantized behind it, or dequantized in front of it."""
     between = BETWEEN[name]
@@ -252,6 +255,7 @@ def test_quantized_types_without_kernels_are_computed_as_written(name):
     assert ((native(X) - reference(X)).abs() > 0.001).float().mean() < 0.01
 
 
+@pytest.mark.slow(reason="scales per channel at borders have a file of tests")
 def test_per_channel_quantized_activations_are_computed_as_written():
     def forward(m, x):
         given = m.scales, m.zeros, 1, 0, 255, torch.uint8
@@ -264,7 +268,10 @@ def test_per_channel_quantized_activations_are_computed_as_written():
     assert torch.equal(same_bits(reference)(X), reference(X))
 
 
-@pytest.mark.parametrize(("zero", "low", "macs"), [(0, -127, 1), (0, -128, 0), (9, -127, 0)])
+@pytest.mark.parametrize(
+    ("zero", "low", "macs"),
+    [(0, -127, 1), (0, -128, 0), *slow_params((9, -127, 0), reason="another second operand that stays in float")],
+)
 def test_a_matrix_product_has_a_symmetric_second_operand(zero, low, macs):
     def forward(m, x):
         a, b = rounded(x, *U8), rounded(x.tanh(), 0.01, zero, low, 127, torch.int8)
@@ -278,6 +285,7 @@ def test_a_matrix_product_has_a_symmetric_second_operand(zero, low, macs):
     assert len(reasons) == 1 - macs
 
 
+@pytest.mark.slow(reason="operators that stay as they are written are above")
 def test_float_operators_between_quantized_values_stay_float():
     def forward(m, x):
         y = torch.softmax(rounded(F.conv2d(rounded(x, *U8), m.w()), *U8), 1)

@@ -35,7 +35,7 @@ from support import nets
 from support.lowering import lowered as lowered_of
 from support.lowering import quantized, sqnr
 from support.nets import Body
-from support.slow_params import slow_params_except
+from support.slow_params import slow_params, slow_params_except
 
 SOURCES = Path(intaglio.__file__).parent
 
@@ -55,6 +55,7 @@ def test_fast_defaults_need_no_flag_and_slow_options_say_so():
     assert "slower than the float model" in repr(quantized(model, x)[0])
 
 
+@pytest.mark.slow(reason="calibrates a layer with three shapes")
 @pytest.mark.case("export problem 8")
 def test_one_layer_sees_inputs_of_several_shapes_and_ranks():
     """Within a call, and from batch to batch; weights in groups too."""
@@ -171,6 +172,7 @@ STEPS = {
 """The two networks of the report in small: how they go on, and every pass over memory that their programs take."""
 
 
+@pytest.mark.slow(reason="compiles a network of depthwise convolutions")
 @pytest.mark.case("export problem 13")
 @pytest.mark.parametrize("body", slow_params_except(mobile, of=STEPS, reason="another network"))
 def test_the_number_of_passes_per_network_does_not_grow(body):
@@ -182,7 +184,9 @@ def test_the_number_of_passes_per_network_does_not_grow(body):
 
 
 @pytest.mark.case("export problem 14")
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    "train", [False, *slow_params(True, reason="the batch is free for training by the same capture")]
+)
 def test_an_example_of_batch_1_leaves_the_batch_free(train):
     model = nets.randomize(nets.ConvBnRelu()).train(train)
     x = nets.example(model, 1)

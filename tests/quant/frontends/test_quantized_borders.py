@@ -84,6 +84,7 @@ def test_strides_of_the_inputs_do_not_matter():
         assert all(torch.equal(program(*call)[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.slow(reason="compiles an export; programs take integers above")
 def test_saved_and_exported_programs_take_integers(tmp_path):
     program, given = built()[2], inputs()
     wanted = program(*given)

@@ -269,13 +269,30 @@ def test_skipping_a_convolution_skips_its_function_but_skipping_a_pool_does_not(
     assert found["aten.linear.default"].inputs
 
 
-@pytest.mark.parametrize("function", [nn.ReLU, nn.Hardtanh, nn.Hardswish, nn.ReLU6, nn.SiLU])
+@pytest.mark.parametrize(
+    "function",
+    [
+        nn.ReLU,
+        *slow_params(nn.Hardtanh, reason="bounds like those of ReLU"),
+        nn.Hardswish,
+        *slow_params(nn.ReLU6, reason="bounds like those of ReLU"),
+        nn.SiLU,
+    ],
+)
 def test_a_convolution_is_annotated_with_the_function_after_it(function):
     model = Body(lambda m, x: torch.exp(m.f(m.a(x))), a=conv(), f=function())
     assert list(annotated(model, X86Quantizer().set_global(INT8)).values())[1:] == [Annotation()]
 
 
-@pytest.mark.parametrize("function", [nn.ReLU(), nn.LeakyReLU(), nn.Tanh(), nn.GELU(), nn.GELU("tanh")])
+@pytest.mark.parametrize(
+    "function",
+    [
+        nn.ReLU(),
+        *slow_params(nn.LeakyReLU(), nn.Tanh(), reason="functions like the others"),
+        nn.GELU(),
+        nn.GELU("tanh"),
+    ],
+)
 def test_a_linear_layer_is_annotated_with_the_function_after_it(function):
     model = Body(lambda m, x: torch.exp(m.f(m.a(x))), a=linear(), f=function)
     assert list(annotated(model, X86Quantizer().set_global(INT8)).values())[1:] == [Annotation()]
@@ -314,11 +331,20 @@ def test_a_name_of_no_module_is_an_error():
 @pytest.mark.parametrize(
     "body",
     [
-        lambda m, x: m.a(x) + m.b(x).mean((2, 3), keepdim=True) + 3,
+        *slow_params(
+            lambda m, x: m.a(x) + m.b(x).mean((2, 3), keepdim=True) + 3,
+            reason="longer sums; what fuses and what does not is in the others",
+        ),
         lambda m, x: m.a(x) + m.a.weight.sum(),
-        lambda m, x: (lambda y: F.relu(m.a(x) + y) + m.c(y) + torch.exp(y))(m.b(x)),
+        *slow_params(
+            lambda m, x: (lambda y: F.relu(m.a(x) + y) + m.c(y) + torch.exp(y))(m.b(x)),
+            reason="longer sums; what fuses and what does not is in the others",
+        ),
         lambda m, x: (lambda y: F.relu(y + m.b(x)) + y)(m.a(x)),
-        lambda m, x: (lambda y: m.c(y) + y + y)(m.a(x)),
+        *slow_params(
+            lambda m, x: (lambda y: m.c(y) + y + y)(m.a(x)),
+            reason="longer sums; what fuses and what does not is in the others",
+        ),
         lambda m, x: (lambda y: y + y)(m.a(x)),
     ],
     ids=["broadcast", "number", "read elsewhere", "two readers", "own input", "itself"],

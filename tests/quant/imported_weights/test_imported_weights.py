@@ -86,7 +86,9 @@ def test_copies_share_integers_and_steps():
 @pytest.mark.parametrize(
     "offsets", [True, *slow_params(False, reason="steps alone; checkpoints of compressed-tensors have no offsets")]
 )
-@pytest.mark.parametrize("recipe", [None, NOTHING_ELSE, FLOAT])
+@pytest.mark.parametrize(
+    "recipe", [None, *slow_params(NOTHING_ELSE, FLOAT, reason="other recipes keep the same integers")]
+)
 def test_weights_of_groups_stay_as_they_are(recipe, offsets, tmp_path):
     weight = grouped(48, 64, offsets=offsets)
     own = stages.with_weights(network(), {"0": weight})
@@ -110,7 +112,9 @@ def test_the_first_layer_has_the_bits_of_the_reference_arithmetic():
     np.testing.assert_array_equal(model(DATA[0]).numpy(), wanted)
 
 
-@pytest.mark.parametrize("recipe", [None, STATIC, "int8_dynamic"])
+@pytest.mark.parametrize(
+    "recipe", [*slow_params(None, reason="the default recipe has the scales of the static one"), STATIC, "int8_dynamic"]
+)
 def test_integers_with_a_scale_per_channel_go_unchanged_into_int8_products(recipe):
     weights = {"0": per_channel(48, 64), "2": per_channel(32, 48, seed=1)}
     own = stages.with_weights(network(), weights)
@@ -134,6 +138,7 @@ def test_the_other_layers_are_equalized_and_imported_ones_are_not():
     assert decibels(model(DATA[0]), own(DATA[0])) > 25
 
 
+@pytest.mark.slow(reason="smooths attention; other layers beside imported ones are equalized above")
 def test_layers_of_attention_models_are_not_smoothed_when_their_integers_are_kept():
     def body(m, x):
         x = x[:, None]
@@ -151,6 +156,7 @@ def test_layers_of_attention_models_are_not_smoothed_when_their_integers_are_kep
         np.testing.assert_array_equal(constants(quantized, f"{name}_weight")[0], weight.quantized.numpy())
 
 
+@pytest.mark.slow(reason="the same choice as for weights of groups")
 def test_weights_with_a_scale_per_channel_may_be_computed_in_float():
     weight = per_channel(48, 64)
     model = intaglio.quantize(stages.with_weights(network(), {"0": weight}), DATA, recipe=FLOAT)
@@ -163,7 +169,10 @@ def test_weights_with_a_scale_per_channel_may_be_computed_in_float():
     [
         (STATIC, 40, True),
         ("int8_dynamic", 40, False),
-        (Recipe.of({"*": {"activations": "static", "weights_dtype": "s4", "weights": "group:32"}}), 15, True),
+        *slow_params(
+            (Recipe.of({"*": {"activations": "static", "weights_dtype": "s4", "weights": "group:32"}}), 15, True),
+            reason="fewer bits, rounded by the same rule",
+        ),
     ],
 )
 def test_a_recipe_rounds_weights_of_groups_again_and_says_what_it_costs(recipe, least, results):
@@ -217,6 +226,7 @@ def test_a_batch_norm_behind_the_layer_rounds_its_weight_again_with_a_note():
     assert decibels(quantized(DATA[0]), own(DATA[0])) > 30
 
 
+@pytest.mark.slow(reason="linear layers take the same way above")
 def test_convolutions_keep_integers_and_are_float_otherwise(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
@@ -234,6 +244,7 @@ def test_convolutions_keep_integers_and_are_float_otherwise(tmp_path):
     assert decibels(quantized(data[0]), own(data[0])) > 30
 
 
+@pytest.mark.slow(reason="quantizes twice for a weight with other readers; plain layers keep theirs above")
 def test_a_module_that_is_called_twice_and_other_readers_of_a_weight():
     def body(m, x):
         y = m.a(F.relu(m.a(x)))
@@ -249,7 +260,7 @@ def test_a_module_that_is_called_twice_and_other_readers_of_a_weight():
     assert len(constants(quantized, "a_weight")) == 1
 
 
-@pytest.mark.parametrize("scale", [-0.01, 0.0])
+@pytest.mark.parametrize("scale", [*slow_params(-0.01, reason="the same rule as for zero"), 0.0])
 def test_scales_that_are_not_positive_stay_in_float(scale):
     weight = per_channel(48, 64)
     weight.steps[0, 5, 0] = scale
@@ -314,6 +325,7 @@ def test_invalid_quantized_weights_are_refused(fields, problem):
 # ---- other ways to quantize and to look at such models
 
 
+@pytest.mark.slow(reason="a whole search beside a comparison; both have tests of their own")
 def test_comparison_search_and_parameters_know_imported_weights(untimed_searches):
     own = stages.with_weights(network(), {"0": grouped(48, 64), "2": per_channel(32, 48)})
     plain = Recipe.of(UNCORRECTED)
@@ -336,6 +348,7 @@ def test_comparison_search_and_parameters_know_imported_weights(untimed_searches
     assert len(found.trials) > 1
 
 
+@pytest.mark.slow(reason="trains and records a model for weights that captured models have above")
 def test_training_and_define_by_run_take_imported_weights():
     own = stages.with_weights(network(), {"0": grouped(48, 64), "2": per_channel(32, 48)})
     prepared = stages.prepare(stages.capture(own, DATA[0], train=True), qat=True)

@@ -17,6 +17,7 @@ from intaglio.quant.recipes.recipe import Recipe
 from support.lowering import assert_equal_quantized, sqnr
 from support.nets import Body, randomize
 from support.programs import assert_same_bits
+from support.slow_params import slow_params_except
 
 IMAGES = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 OTHERS = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -107,7 +108,9 @@ def test_rounding_makes_no_peaks():
     assert abs(found - count) < abs(rounded - count) / 4
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize(
+    "name", slow_params_except("beside pixels", of=LOSSY, reason="other values in the same float loops")
+)
 def test_kernels_give_the_bits_of_the_integer_graph(name):
     reference = with_data(LOSSY[name])
     lowered = stages.requantize(reference)

@@ -30,6 +30,7 @@ def test_a_layer_whose_rounded_operand_costs_too_much_stays_in_float():
     assert ratios[1] > ratios[0] + 6
 
 
+@pytest.mark.slow(reason="quantizes for one note; the layer that stays in float is found above")
 def test_the_report_says_which_layer_and_how_many_decibels():
     coverage = intaglio.quantize(edges(), [IMAGES], recipe=LIMITED, progress=False).coverage
     (note,) = [note for note in coverage.notes if note.startswith("first layers in float")]
@@ -54,6 +55,7 @@ def test_inputs_that_rounding_hardly_changes_leave_the_layer_quantized():
     assert not equalized(images=torch.randn(32, 3, 16, 16)).equalization.layers
 
 
+@pytest.mark.slow(reason="equalizes five times; limits that mean nothing are refused below")
 def test_the_recipe_chooses_the_limit():
     assert not equalized(NEVER).equalization.layers
     assert layers_of(equalized()) == ["0#0/conv2d.0"]

@@ -15,6 +15,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from support.lowering import ROUNDED, sqnr
 from support.nets import Body, randomize
+from support.slow_params import slow_params
 
 IMAGES = torch.rand(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 OTHERS = torch.rand(16, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -70,7 +71,9 @@ def cats_in_float(annotations: stages.Annotations) -> list[str]:
     return [skip.reason for skip in annotations.skipped if skip.origin.operator == "aten.cat.default"]
 
 
-@pytest.mark.parametrize("decode", [detections, levels])
+@pytest.mark.parametrize(
+    "decode", [detections, *slow_params(levels, reason="a detector with three levels, joined in the same way")]
+)
 def test_scores_beside_boxes_in_pixels_keep_their_bits(decode):
     model = head(decode)
     int8 = intaglio.quantize(model, [IMAGES], recipe=ROUNDED, progress=False)
@@ -81,7 +84,9 @@ def test_scores_beside_boxes_in_pixels_keep_their_bits(decode):
     assert sqnr(found, exact) > 35
 
 
-@pytest.mark.parametrize("results", ["int8", "float"])
+@pytest.mark.parametrize(
+    "results", [*slow_params("int8", reason="rounded results are joined by the same rule"), "float"]
+)
 def test_values_that_a_layer_reads_too_are_joined_in_float(results):
     """The values are rounded with scales of their own; with one scale they had 5 dB."""
     model = head(also_read)
@@ -122,6 +127,7 @@ def test_saved_parameters_give_the_same_model_without_data():
     assert again.model_info.notes == reference.model_info.notes
 
 
+@pytest.mark.slow(reason="converts with two recipes; saved parameters are converted below")
 def test_parameters_fit_a_recipe_that_leaves_the_concatenation_in_float():
     after = stages.equalize(prepared(detections), [IMAGES])
     reference = stages.convert(after, stages.calibrate(after, [IMAGES], progress=False))

@@ -15,6 +15,7 @@ from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.quantizer import Quantizer
 from support.lowering import ROUNDED, quantized
 from support.nets import Body, randomize
+from support.slow_params import slow_params_except
 
 DEFAULT_RECIPE = Recipe()
 IMAGES = torch.randn(8, 6, 9, 9, generator=torch.Generator().manual_seed(0))
@@ -57,7 +58,19 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        "relu6",
+        "sum of convolutions",
+        "concatenated",
+        "flattened",
+        "island behind",
+        "float operator behind",
+        of=RESULTS,
+        reason="other functions and sums, whose results are read in the same ways",
+    ),
+)
 def test_results_read_as_floats_are_rounded_only_if_the_recipe_asks(name):
     model = convolutions(RESULTS[name])
     assert rounded_values(model) == []
@@ -106,7 +119,10 @@ GAINS = {
 }
 
 
-@pytest.mark.parametrize("name", GAINS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except("convolution sigmoid", "linear relu", of=GAINS, reason="the same gain behind another layer"),
+)
 def test_results_without_rounding_are_nearer_to_the_float_model(name):
     body, layer = GAINS[name]
     model = convolutions(body, c=layer).eval()

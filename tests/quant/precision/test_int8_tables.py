@@ -116,6 +116,7 @@ def test_parameters_keep_the_choice(tmp_path):
     assert torch.equal(kept(IDS[1]), found(IDS[1]))
 
 
+@pytest.mark.slow(reason="a further model with three tables; tables share what they may cost above")
 def test_a_bag_and_shared_tables():
     torch.manual_seed(6)
     model = classifier()

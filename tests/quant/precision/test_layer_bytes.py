@@ -58,6 +58,7 @@ def ratio_of(recipe: dict) -> float:
     return sqnr(reference_of(model, recipe)(UNSEEN), model(UNSEEN).detach())
 
 
+@pytest.mark.slow(reason="four references; that both bytes are close to float is tested below")
 def test_both_bytes_of_operands_and_weights_are_needed_for_exact_results():
     plain, operand, weight, both = (ratio_of({"*": one}) for one in ({}, OPERAND, WEIGHT, BOTH))
     assert both > max(operand, weight) + 8
@@ -83,7 +84,11 @@ MODELS = {
     ("name", "setting"),
     [
         *(("residual", setting) for setting in SETTINGS),
-        *((name, "both") for name in MODELS if name != "residual"),
+        ("depthwise", "both"),
+        *slow_params(
+            *((name, "both") for name in MODELS if name not in ("residual", "depthwise")),
+            reason="other layers are split in the same way; those of a residual network run with each setting",
+        ),
         *slow_params(
             *((name, setting) for name in MODELS if name != "residual" for setting in ("operand", "weight")),
             reason="one half of what is split when layers read two bytes of both",
@@ -99,6 +104,7 @@ def test_kernels_give_the_bits_of_the_integer_graph(name, setting):
         assert_same_bits((program(images),), (lowered(images),))
 
 
+@pytest.mark.slow(reason="one layer is split in the report that is tested below")
 def test_one_layer_of_several_is_split_and_the_others_keep_their_sites():
     plain, split = (reference_of(residual(), recipe) for recipe in ({}, {"inner.0": BOTH}))
     assert list(split.parameters.corrected.equalization.layer_bytes) == ["inner.0#0/conv2d.0"]
@@ -198,6 +204,7 @@ def test_other_numbers_of_bytes_are_refused(name, count):
         Recipe.of({"*": {name: count}})
 
 
+@pytest.mark.slow(reason="makes six references; one is compared bit by bit below")
 def test_a_pool_makes_the_reference_that_the_stages_make():
     """All splits of a pool are by one equalization, in which the first model has none."""
     model, nearest = residual(), {"*": {"rounding": "nearest"}}
@@ -218,6 +225,7 @@ def test_a_pool_keeps_the_ranges_of_its_first_reference():
     assert sqnr(pool.reference(Quantizer(Recipe.of({"*": BOTH})))(0.5 * UNSEEN), model(0.5 * UNSEEN).detach()) > 50
 
 
+@pytest.mark.slow(reason="a whole search; the trials of a search are references of a pool, tested above")
 def test_a_search_takes_two_bytes_for_what_float_would_cost_more(untimed_searches):
     model = residual()
     want = model(X)

@@ -65,8 +65,11 @@ def test_the_report_says_which_layer_and_how_many_decibels():
     "model",
     [
         *slow_params(edges(), reason="the same layers as in two models below, without what is in front or beside them"),
-        nn.Sequential(nn.ZeroPad2d((0, 1, 2, 0)), *edges()),
-        nn.Sequential(nn.Conv2d(3, 3, 3, 2, 1, 1, 3, padding_mode="zeros"), *edges()),
+        *slow_params(
+            nn.Sequential(nn.ZeroPad2d((0, 1, 2, 0)), *edges()),
+            nn.Sequential(nn.Conv2d(3, 3, 3, 2, 1, 1, 3, padding_mode="zeros"), *edges()),
+            reason="what is in front of the layer that reads two bytes",
+        ),
         Body(lambda m, x: m.first(x.flatten(2).transpose(1, 2)).relu(), first=nn.Linear(3, 8)),
         Body(lambda m, x: (m.net(x), x.mean((2, 3))), net=edges()),
     ],
@@ -84,6 +87,7 @@ def test_kernels_give_the_bits_of_the_integer_graph(model):
         assert_same_bits(*results)
 
 
+@pytest.mark.slow(reason="compares and explains a model; a layer reads two bytes above")
 def test_the_model_can_be_compared_and_explained():
     model = edges()
     int8 = intaglio.quantize(model, [IMAGES], recipe=TWO_BYTES, progress=False)

@@ -72,7 +72,9 @@ CASES = [
 
 @pytest.mark.case("frontends A16")
 @pytest.mark.parametrize("relu", [True, *slow_params(False, reason="without a function behind the norm")])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "bias", [False, *slow_params(True, reason="the norm takes the bias up; each kind of layer is compared without one")]
+)
 @pytest.mark.parametrize(("kind", "axes"), CASES)
 def test_without_rounding_the_training_graph_is_the_float_model(kind, axes, bias, relu):
     """A16: results, gradients and running statistics, over steps in both modes."""
@@ -114,6 +116,7 @@ def test_the_converted_model_matches_the_fake_quantized_one(kind, axes, learned)
     assert_evaluates_alike(prepared, x)
 
 
+@pytest.mark.slow(reason="switches modes many times; batch norms and dropout switch below")
 @pytest.mark.case("frontends A16")
 def test_eps_momentum_and_dropout_survive_every_switch_of_modes():
     """A16, and what overwrote dropout p and batch norm's eps and momentum elsewhere (2.10, 3)."""
@@ -217,6 +220,7 @@ def test_diverged_values_are_an_error_and_do_not_change_averages(value):
     assert all(map(torch.equal, averages, [m.high for m in prepared.rounding() if isinstance(m, FakeQuantize)]))
 
 
+@pytest.mark.slow(reason="a norm that is not folded; folded ones switch modes above")
 def test_an_unfolded_batch_norm_evaluates_with_running_statistics():
     """What stayed in training made DenseNets useless elsewhere (2.10, 4)."""
     model = nets.randomize(nn.Sequential(nn.BatchNorm2d(3, eps=EPS), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
@@ -230,6 +234,7 @@ def test_an_unfolded_batch_norm_evaluates_with_running_statistics():
     assert_evaluates_alike(prepared, x)
 
 
+@pytest.mark.slow(reason="captures a model for one rule of folding")
 def test_a_batch_norm_after_a_token_layer_is_not_folded_into_the_wrong_axis():
     """Linear layers of three axes have their channels last, the norm has them second (2.10, 5)."""
     parts = {"a": nn.Linear(4, 5), "n": nn.BatchNorm1d(3), "b": nn.Linear(5, 2)}
@@ -253,6 +258,7 @@ def test_a_layer_that_is_called_twice_has_one_weight():
     assert_evaluates_alike(prepared, x)
 
 
+@pytest.mark.slow(reason="the same rule as for a layer that is called twice")
 def test_a_norm_that_is_called_twice_counts_twice():
     parts = {"a": nn.Conv2d(4, 4, 1), "b": nn.Conv2d(4, 4, 1), "n": nn.BatchNorm2d(4)}
     model = nets.randomize(Body(lambda m, x: m.n(m.b(torch.relu(m.n(m.a(x))))), **parts))
@@ -263,6 +269,7 @@ def test_a_norm_that_is_called_twice_counts_twice():
         assert_close(prepared.get_buffer(name), buffer)
 
 
+@pytest.mark.slow(reason="another kind of dropout, whose switch is tested above")
 def test_dropout2d_drops_whole_feature_maps_while_training():
     parts = nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Dropout2d(0.5), nn.Conv2d(8, 8, 1, bias=False)
     model = nets.randomize(nn.Sequential(*parts))
@@ -303,6 +310,7 @@ class Attention(nn.Module):
         return self.out(self.norm(x + self.attention(x, x, x, need_weights=False)[0]))
 
 
+@pytest.mark.slow(reason="captures attention for training; layers and dropout train in tests of their own")
 def test_attention_trains_and_drops_its_probabilities():
     torch.manual_seed(0)
     model, x = Attention(0.5), torch.randn(3, 6, 8)
@@ -434,6 +442,7 @@ def test_learned_scales_are_those_of_the_int8_model():
     assert_evaluates_alike(prepared, x)
 
 
+@pytest.mark.slow(reason="trains a residual network of 4 bits; layers of 8 bits are trained above")
 @pytest.mark.parametrize(
     "setting",
     slow_params_except(
@@ -464,6 +473,7 @@ def test_linear_layers_train_with_per_token_quantization():
     assert_evaluates_alike(prepared, x)
 
 
+@pytest.mark.slow(reason="bytes at the input are tested without training")
 def test_images_as_bytes_train():
     parts = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)
     model = nets.randomize(nn.Sequential(*parts))
@@ -475,6 +485,7 @@ def test_images_as_bytes_train():
     assert_evaluates_alike(prepared, x)
 
 
+@pytest.mark.slow(reason="calibrates a residual network twice; learned scales of layers are converted above")
 def test_learned_scales_start_at_the_calibrated_ones():
     """The ranges are those that calibrating without training gives, by the recipe's method."""
     model, x = nets.randomize(nets.Residual()), nets.example(nets.Residual(), 4)
@@ -501,7 +512,7 @@ def with_dropout() -> nn.Module:
 
 
 @pytest.mark.case("frontends C13")
-@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("learned", [*slow_params(False, reason="the same state without learned scales"), True])
 def test_training_resumes_bit_for_bit(learned):
     """C13: states of model and optimizer saved in the middle, into a model that is built anew."""
     torch.manual_seed(3)
@@ -578,6 +589,7 @@ def test_a_parameter_that_becomes_a_number_is_named():
     assert "not trained, because the graph contains their values as constants: gain" in stages.convert(prepared).notes
 
 
+@pytest.mark.slow(reason="a parametrized layer; gradients of plain weights are compared above")
 def test_weights_that_are_computed_are_trained_where_they_come_from():
     torch.manual_seed(0)
     conv, x = nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 6, 3)), example("conv", 2)
@@ -653,6 +665,7 @@ def test_a_model_prepared_for_training_says_how_to_save_it():
     assert "state_dict()" in raised.value.remedy
 
 
+@pytest.mark.slow(reason="captures a network with a norm that no other operator reads")
 def test_a_batch_norm_whose_result_is_not_read_needs_no_evaluation():
     model = Body(lambda m, x: (m.spare(m.c(x)), m.norm(m.c(x)))[1], c=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4))
     model.spare = nn.BatchNorm2d(4)

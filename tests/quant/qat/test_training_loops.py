@@ -106,7 +106,7 @@ def trainer(learned: bool) -> Trainer:
     return Trainer(Task(prepared.learn_scales(learned)))
 
 
-@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("learned", [*slow_params(False, reason="the same loop without learned scales"), True])
 def test_a_loop_with_hooks_averages_clipping_and_checkpoints_resumes_bit_for_bit(tmp_path, learned):
     straight = trainer(learned)
     torch.manual_seed(7)
@@ -289,6 +289,7 @@ def encoder() -> tuple[nn.Module, list[torch.Tensor]]:
     return Encoder().train(), [torch.randint(0, 50, (4, 12)), mask]
 
 
+@pytest.mark.slow(reason="trains a network; the loop above trains with learned scales, too")
 @pytest.mark.parametrize(
     "setting",
     slow_params_except(FOUR, of=[intaglio.Setting(), FOUR], reason="the same training in eight bits"),

@@ -21,6 +21,7 @@ from intaglio.tracing import capture
 from support import nets
 from support.lowering import assert_equal_quantized, quantized, sqnr, tensors
 from support.nets import Body
+from support.slow_params import slow_params
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 INPUT = "#0/input.args_0"
@@ -154,7 +155,9 @@ def test_tied_parameters_stay_one_tensor_or_agree():
 
 
 @pytest.mark.case("frontends B25")
-@pytest.mark.parametrize("groups", [1, 4, 8], ids=["plain", "grouped", "depthwise"])
+@pytest.mark.parametrize(
+    "groups", [*slow_params(1, 4, reason="layers of fewer groups"), 8], ids=["plain", "grouped", "depthwise"]
+)
 def test_channel_scales_win_where_channels_differ(groups):
     module = conv(8, 8, groups=groups)
     with torch.no_grad():
@@ -250,6 +253,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(value):
         quantized(Body(lambda m, x: m.a(x), a=module), X)
 
 
+@pytest.mark.slow(reason="converts a larger network twice")
 def test_converting_twice_gives_the_same_text_and_leaves_prepared_usable():
     model = nets.randomize(nets.OptionA())
     prepared = prepare(capture(model, nets.example(model)))

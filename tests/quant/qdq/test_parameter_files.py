@@ -90,6 +90,7 @@ SCALES = st.floats(2.0**-126, 2.0**100, width=32)
 SEVERAL = st.lists(SCALES, min_size=1, max_size=4).map(tuple)
 
 
+@pytest.mark.slow(reason="draws parameters; those of models are saved above")
 @given(st.dictionaries(st.text(max_size=9), SEVERAL, min_size=1, max_size=3), st.data())
 def test_any_parameters_survive_json_and_toml(scales, data):
     entries = {}
@@ -272,6 +273,9 @@ def test_a_file_of_another_kind_is_refused_as_parameters(text, problem):
         Parameters.from_json(text)
 
 
+@pytest.mark.slow(
+    reason="quantizes and compiles a residual network three times; parameters are loaded without data above"
+)
 def test_a_recipe_carries_its_parameters_and_quantizes_without_data(tmp_path):
     """One file is all that the float model needs."""
     setting = {"blocks.1": None, "fc": {"weights_dtype": "s4"}}
@@ -285,6 +289,7 @@ def test_a_recipe_carries_its_parameters_and_quantizes_without_data(tmp_path):
     assert Recipe.load(tmp_path / "recipe.toml").with_selection(skip="fc").parameters == parameters
 
 
+@pytest.mark.slow(reason="quantizes a network twice; parameters are converted from a file above")
 def test_parameters_from_a_file_need_an_example_only(tmp_path):
     reference().parameters.save(tmp_path / "parameters.json")
     made = intaglio.quantize(MODEL, [X])
@@ -293,6 +298,7 @@ def test_parameters_from_a_file_need_an_example_only(tmp_path):
     assert torch.equal(again(X), made(X))
 
 
+@pytest.mark.slow(reason="quantizes, saves and loads a model; files of parameters are loaded above")
 def test_a_model_keeps_its_recipe_and_the_parameters_of_its_activations(tmp_path):
     model = intaglio.quantize(MODEL, [X], skip="fc")
     model.save(tmp_path / "model.intaglio", library=False)

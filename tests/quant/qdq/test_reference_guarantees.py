@@ -126,6 +126,7 @@ def test_tags_survive_what_is_folded_and_rewritten():
     assert all(node.meta[TAG] == origin(node).path for node in calls)
 
 
+@pytest.mark.slow(reason="exports and captures a model once more")
 @pytest.mark.case("frontends C9")
 @pytest.mark.parametrize(
     "again",
@@ -153,7 +154,9 @@ def test_names_of_sites_are_the_same_for_every_form_of_a_model(again):
 FREE = {"input": {0: torch.export.Dim.AUTO}}
 
 
-@pytest.mark.parametrize("recipe", ["default", "int8_dynamic"])
+@pytest.mark.parametrize(
+    "recipe", [*slow_params("default", reason="fewer operators than with scales made per call"), "int8_dynamic"]
+)
 def test_a_reference_survives_torch_export_save_and_load(recipe):
     found = reference(backbone(), quantizer=Quantizer(Recipe.named(recipe)))
     batch = ({0: torch.export.Dim.AUTO},)
@@ -192,6 +195,7 @@ def test_a_quantized_submodule_is_unchanged_when_the_model_is_quantized():
     assert (model(X) - found(X)).abs().max() < 0.05
 
 
+@pytest.mark.slow(reason="trains a part; a quantized part is unchanged by the same rule")
 @pytest.mark.case("frontends C11")
 def test_a_trained_submodule_is_unchanged_when_the_model_is_calibrated():
     """C11: a submodule is trained and converted, then the model around it goes through post-training quantization."""
@@ -212,7 +216,7 @@ def test_a_trained_submodule_is_unchanged_when_the_model_is_calibrated():
 
 
 @pytest.mark.case("frontends C11")
-@pytest.mark.parametrize("stage", ["part", "whole"])
+@pytest.mark.parametrize("stage", ["part", *slow_params("whole", reason="a whole model is named like a part")])
 def test_converted_models_are_not_converted_or_prepared_again(stage):
     """C11: each of them says which call makes what it takes."""
     found = reference(backbone())
@@ -256,7 +260,10 @@ def test_converting_a_converted_model_names_the_accepted_types():
     [
         (lambda m, x: m.a(x), [True]),
         (lambda m, x: F.relu(m.a(x)), [True]),
-        (lambda m, x: (torch.softmax(m.a(x), 1), m.a(x).argmax(1)), [True, False]),
+        *slow_params(
+            (lambda m, x: (torch.softmax(m.a(x), 1), m.a(x).argmax(1)), [True, False]),
+            reason="two results, by the rules of one",
+        ),
         (lambda m, x: {"x": x, "y": m.a(x) + 1}, [False, True]),
     ],
 )
@@ -296,6 +303,7 @@ def test_integer_results_are_the_quantized_values_of_the_reference():
     assert (given.scale, given.zero_point) == (q.step, q.zero)
 
 
+@pytest.mark.slow(reason="compiles and loads a model; results leave as integers above")
 def test_a_model_that_gives_integers_survives_its_file(tmp_path):
     model = intaglio.quantize(backbone(), [X], quantizer=stages.Quantizer(outputs="int8"))
     model.save(tmp_path / "model.intaglio")

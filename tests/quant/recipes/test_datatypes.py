@@ -21,6 +21,7 @@ from support import nets
 from support.lowering import assert_equal_quantized, captured_net, lowered, quantized, sqnr
 from support.nets import Body
 from support.processor import HAS_AVX512
+from support.slow_params import slow_params_except
 
 MODEL, CAPTURED = captured_net(nets.Residual)
 X = nets.example(MODEL, 4)
@@ -57,7 +58,9 @@ def file_of(model, path) -> dict[str, np.ndarray]:
 # ---- weights of few bits --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", FEW)
+@pytest.mark.parametrize(
+    "setting", slow_params_except(FEW[0], FEW[4], of=FEW, reason="other numbers of bits in the same layers")
+)
 def test_weights_of_few_bits_run_as_int8_with_the_interpreter_s_bits(setting):
     reference, graph = lowered(CAPTURED, X, recipe=all_of(setting))
     assert not graph.islands
@@ -70,7 +73,9 @@ def test_weights_of_few_bits_run_as_int8_with_the_interpreter_s_bits(setting):
 
 
 @pytest.mark.case("calibration 45")
-@pytest.mark.parametrize("setting", FEW)
+@pytest.mark.parametrize(
+    "setting", slow_params_except(FEW[2], FEW[3], of=FEW, reason="other numbers of bits in the same file")
+)
 def test_a_file_holds_few_bits_and_gives_the_same_integers_back(setting, tmp_path):
     """Case 45: the graph that is read is the graph that was saved, element for element."""
     _, graph = lowered(CAPTURED, X, recipe=all_of(setting))
@@ -220,7 +225,7 @@ def test_six_bits_are_one_record(monkeypatch, tmp_path):
 
 
 @pytest.mark.case("calibration 45")
-@pytest.mark.parametrize("setting", WIDE)
+@pytest.mark.parametrize("setting", slow_params_except(WIDE[1], of=WIDE, reason="other types without kernels"))
 def test_types_without_kernels_stay_in_float_and_say_so(setting, tmp_path):
     """Case 45: the program has the reference's results, the report the reason, a file both."""
     reference, graph = lowered(CAPTURED, X, recipe=all_of(setting))
@@ -238,6 +243,7 @@ def test_types_without_kernels_stay_in_float_and_say_so(setting, tmp_path):
     assert sqnr(reference(X), MODEL(X)) > (50 if "s16" in names else 20)
 
 
+@pytest.mark.slow(reason="a type without kernels in one layer; whole models have it above")
 def test_one_layer_of_another_type_does_not_affect_the_others():
     reference, graph = lowered(CAPTURED, X, recipe=Recipe.of({"blocks.0": {"activations_dtype": "s16"}}))
     assert {skip.origin.path.split(".")[0] for skip in graph.skipped} == {"blocks"}

@@ -155,6 +155,7 @@ def test_text_that_is_not_a_regular_expression_is_an_error(repeated, expression)
         skipped_by(repeated, skip=f"re:{expression}")
 
 
+@pytest.mark.slow(reason="quantizes to see that nothing is left out")
 def test_none_selects_nothing(repeated):
     assert Recipe().with_selection(skip=None, only=None) == Recipe()
     model = intaglio.quantize(Repeated(), [torch.randn(4, 4)], skip=None, only=None, progress=False)

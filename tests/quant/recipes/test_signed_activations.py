@@ -1,5 +1,6 @@
 """int8 activations: kernels read them as uint8 values that are 128 more, so all results are those of uint8."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -60,6 +61,7 @@ def test_all_stages_give_the_bits_of_uint8_activations(tmp_path):
     assert torch.equal(intaglio.load(tmp_path / "signed.intaglio")(x), same(x))
 
 
+@pytest.mark.slow(reason="quantizes twice with corrections; all stages have the bits of uint8 above")
 def test_corrections_and_parameters_work_as_for_uint8():
     program, unsigned = intaglio.quantize(model(), DATA, recipe=SIGNED), intaglio.quantize(model(), DATA)
     wanted = model()(DATA[0])
@@ -99,6 +101,7 @@ def test_a_signed_type_of_ones_own_runs_in_kernels(monkeypatch):
     assert sqnr(program(DATA[0]), model()(DATA[0])) > 15
 
 
+@pytest.mark.slow(reason="quantizes for a report of simulated types")
 def test_a_simulated_signed_type_lists_every_operator(monkeypatch):
     simulated = Datatype("s8x", ("activation",), DType.S8, -128, 127, zero_point=True, native=False)
     monkeypatch.setitem(DATATYPES, "s8x", simulated)

@@ -89,6 +89,7 @@ def test_programs_have_the_bits_of_the_integer_graph():
     assert_same_bits((stages.compile(reference)(X),), (lowered(X),))
 
 
+@pytest.mark.slow(reason="quantizes twice to compare errors")
 def test_large_elements_in_a_row_cost_less():
     layers = {"a": nn.Linear(32, 64), "b": nn.Linear(64, 32)}
     model = randomize(Body(lambda m, x: m.b(F.silu(m.a(x))), **layers))
@@ -118,6 +119,7 @@ def test_a_file_of_parameters_rotates_again_without_data():
     assert sqnr(again(X), model(X).detach()) > 25
 
 
+@pytest.mark.slow(reason="compares a block operator by operator; rotated decoders are compared in the same way")
 def test_comparisons_find_the_error_of_every_operator():
     model = block()
     int8 = intaglio.quantize(model, [X[:4], X[4:]], recipe=ONLINE, progress=False)
@@ -134,6 +136,7 @@ def test_rotations_of_another_model_are_refused():
         stages.convert(stages.prepare(stages.capture(other, X), stages.Quantizer()), parameters)
 
 
+@pytest.mark.slow(reason="quantizes a model of a library with all corrections")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -153,6 +156,7 @@ def test_decoders_with_an_int8_cache_give_the_same_bits_step_by_step(recipe):
     assert sqnr(full, model(ids).logits.detach()) > (12 if "w4" in recipe else 20)
 
 
+@pytest.mark.slow(reason="quantizes a model of a library")
 def test_keys_that_the_model_keeps_in_float_are_not_rotated():
     online = Recipe.of({"*": {"rotate": "online", "equalize": 0.0, "rounding": "nearest"}})
     int8 = intaglio.quantize(float_model("llama"), calibration("llama"), recipe=online, progress=False)

@@ -114,9 +114,10 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "options",
     slow_params_except(
-        *("biases, tied", "layer norm, positions", "no factors"),
+        "layer norm, positions",
+        "no factors",
         of=OPTIONS,
-        reason="a norm with fewer parameters than those of the others, or written in another way",
+        reason="norms and biases that these two have as well, or the same norm written in another way",
     ),
 )
 def test_rotations_leave_the_float_function_as_it_was(options):
@@ -126,6 +127,7 @@ def test_rotations_leave_the_float_function_as_it_was(options):
     torch.testing.assert_close(found(TOKENS), model(TOKENS).detach(), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow(reason="rotates a decoder to look at each weight; the function that they compute is compared above")
 def test_every_weight_of_a_stream_changes_and_norms_lose_their_factors():
     plain = prepared(decoder())
     rotations, _ = choose_rotations(plain)
@@ -137,6 +139,7 @@ def test_every_weight_of_a_stream_changes_and_norms_lose_their_factors():
     assert not [node for node in after.graph.nodes if "addcmul" in str(node.target)]
 
 
+@pytest.mark.slow(reason="quantizes two decoders to compare their errors")
 def test_a_rotation_spreads_large_channels():
     model = decoder()
     with torch.no_grad():
@@ -161,6 +164,7 @@ def test_rotated_models_run_in_int8_with_the_bits_of_the_integer_graph():
     assert_same_bits((stages.compile(reference)(TOKENS),), (lowered(TOKENS),))
 
 
+@pytest.mark.slow(reason="quantizes a decoder twice; parameters with rotations are read below, too")
 def test_a_file_of_parameters_rotates_again_without_data():
     model = decoder(tied=True)
     int8 = intaglio.quantize(model, [TOKENS], recipe=UNCORRECTED, progress=False)
@@ -181,6 +185,7 @@ def test_rotations_of_another_model_are_refused():
         stages.convert(prepared(Body(lambda m, x: m.a(m.b(x)), a=nn.Linear(4, 4), b=nn.Embedding(32, 4))), parameters)
 
 
+@pytest.mark.slow(reason="a smaller model takes the same rotations without data")
 def test_models_without_data_are_rotated():
     recipe = Recipe.of({"*": {"rotate": True, "activations": "token", "rounding": "nearest"}})
     layers = Body(lambda m, x: m.c(m.n(x + m.b(F.relu(m.a(m.n(x)))))), n=Norm(8), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
@@ -251,6 +256,7 @@ def test_all_layers_of_a_stream_must_ask_for_it():
     assert report(found) == [f"residual stream left unchanged, because {reason}", VALUES]
 
 
+@pytest.mark.slow(reason="quantizes a model of a library")
 def test_models_with_a_cache_are_rotated_except_for_the_values_they_keep():
     model = float_model("llama")
     int8 = intaglio.quantize(model, calibration("llama"), recipe=UNCORRECTED, progress=False)
