@@ -130,6 +130,7 @@ def test_a_convolutional_network_matches_at_any_batch(net, tmp_path):
     assert written.engine["QLinearConv"] >= 1
 
 
+@pytest.mark.slow(reason="a residual network; a network of grouped convolutions runs above")
 @pytest.mark.case("problem 32")
 @pytest.mark.parametrize(
     "how",
@@ -151,6 +152,7 @@ def test_every_convolution_and_layer_runs_in_int8(how, tmp_path):
     assert not {"Conv", "FusedConv", "Gemm"} & set(written.engine)
 
 
+@pytest.mark.slow(reason="runs sums of saturated values; what sums may read is tested below")
 @pytest.mark.parametrize(
     "relu", [nn.ReLU(), *slow_params(nn.Identity(), reason="a sum with a function is one too")], ids=["relu", "sum"]
 )
@@ -175,6 +177,7 @@ def test_quantizing_before_a_sum_clips_no_value(relu, tmp_path):
         assert np.abs(y - z).max() <= 1.001 * (own + (own + other) / 2)
 
 
+@pytest.mark.slow(reason="exports two sums that stay as they are")
 def test_a_sum_of_operands_without_ranges_stays_float(tmp_path):
     """A number; the same value twice."""
     body = Body(
@@ -193,6 +196,7 @@ def test_the_sums_option_is_uint8_or_float(tmp_path):
         )
 
 
+@pytest.mark.slow(reason="another input of the network that is exported above")
 def test_images_are_taken_as_bytes(tmp_path):
     model, image = randomize(nets.ConvBnRelu()), intaglio.Image((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
     pixels = torch.randint(256, (3, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -206,6 +210,7 @@ def test_images_are_taken_as_bytes(tmp_path):
         written.assert_close(x[:batch], given=(pixels[:batch],))
 
 
+@pytest.mark.slow(reason="calibrates images to find that nothing is declared")
 def test_a_per_channel_input_without_a_declaration_takes_no_bytes(tmp_path):
     model = randomize(nets.ConvBnRelu())
     x = torch.rand(3, 3, 12, 12) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
@@ -237,6 +242,9 @@ def block(**settings: Any) -> tuple[nn.Module, Tensor]:
     return model.eval(), torch.randn(3, 10, 32)
 
 
+@pytest.mark.slow(
+    reason="quantizes and runs a transformer; scales per token and a convolutional network run in other tests"
+)
 def test_a_transformer_block_runs_in_int8(tmp_path):
     model, x = block()
     written = Written(reference_of(model, x), tmp_path)
@@ -280,7 +288,16 @@ def test_weights_of_groups_alone_are_int4_in_blocks(tmp_path):
     np.testing.assert_allclose(results(written.plain, x)[0], written.reference(x).detach().numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("offsets", [None, torch.full((16, 2), -0.01)])
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        None,
+        *slow_params(
+            torch.full((16, 2), -0.01),
+            reason="offsets are seen when the integers are written, as in the other weights of groups",
+        ),
+    ],
+)
 def test_imported_weights_of_groups_are_int4_in_blocks_if_they_have_no_offsets(offsets, tmp_path):
     torch.manual_seed(0)
     integers, scales = torch.randint(-8, 8, (16, 64)).to(torch.int8), torch.rand(16, 2) * 0.1
@@ -292,6 +309,7 @@ def test_imported_weights_of_groups_are_int4_in_blocks_if_they_have_no_offsets(o
     np.testing.assert_allclose(results(written.plain, x)[0], written.reference(x).detach().numpy(), atol=1e-5)
 
 
+@pytest.mark.slow(reason="exports one more model; groups are written as int4 above")
 def test_weights_of_groups_beside_quantized_activations_are_int8(tmp_path):
     """ONNX Runtime multiplies int4 by floats only."""
     torch.manual_seed(0)
@@ -303,6 +321,7 @@ def test_weights_of_groups_beside_quantized_activations_are_int8(tmp_path):
     written.assert_close(x)
 
 
+@pytest.mark.slow(reason="exports a table; weights of layers are constants in the same way")
 def test_quantized_embedding_tables_stay_quantized(tmp_path):
     torch.manual_seed(0)
     model, ids = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 4)), torch.randint(50, (3, 5))
@@ -321,6 +340,7 @@ OTHER_SETTINGS = (
 )
 
 
+@pytest.mark.slow(reason="files of float8 for two runtimes; other types are written in tests of weights above")
 @pytest.mark.parametrize(
     ("setting", "net"),
     [

@@ -71,6 +71,7 @@ def test_batch_tiling_is_bit_identical_to_the_interpreter(program, isa, images):
     assert_bits_of_the_interpreter(net, lowered, with_tiling(lowered, compiled(program, isa), tiling))
 
 
+@pytest.mark.slow(reason="tilings that end elsewhere; every program is tiled above")
 @pytest.mark.parametrize("groups", slow_params_except(4, of=range(1, 7), reason="the other groups of the same program"))
 def test_batch_tiling_may_end_after_any_barrier_group(groups):
     """A value is read by tiled steps and by later ones, and a residual operand comes from a tiled step."""
@@ -128,7 +129,15 @@ TENSORS_OF_THE_CALLER = (
 )
 
 
-@pytest.mark.parametrize("body", TENSORS_OF_THE_CALLER)
+@pytest.mark.parametrize(
+    "body",
+    slow_params_except(
+        views_that_are_concatenated,
+        operand_of_a_fused_sum,
+        of=TENSORS_OF_THE_CALLER,
+        reason="tensors of loops, which sub-batches read in the same way",
+    ),
+)
 def test_every_sub_batch_reads_its_own_images_of_the_callers_tensors(body):
     """Also through views, and operands that are fused behind a product."""
     x = torch.randn(7, 3, 9, 10)

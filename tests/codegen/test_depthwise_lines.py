@@ -100,7 +100,13 @@ class Narrow(nn.Module):
         return self.last(torch.cat([self.tail(self.joined(x)), alone + 1], 1)) + alone.mean()
 
 
-@pytest.mark.parametrize("width", [12, 17, *slow_params(16, reason="pixels fill vectors there as in lines of 12")])
+@pytest.mark.parametrize(
+    "width",
+    [
+        *slow_params(12, 17, reason="draws models and compiles each; every size runs in one program above"),
+        *slow_params(16, reason="pixels fill vectors there as in lines of 12"),
+    ],
+)
 @given(data=st.data())
 @settings(max_examples=settings.default.max_examples // 10)
 def test_pixels_of_few_channels_have_the_bits_of_the_interpreter(width, data):

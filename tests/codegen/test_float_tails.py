@@ -134,6 +134,7 @@ def test_images_match_the_interpreter(images, image_programs, batch, seed, threa
     assert_program_matches(image_programs[isa], images[1], inputs, threads)
 
 
+@pytest.mark.slow(reason="the same tails behind linear layers")
 @given(
     batch=st.integers(1, 9),
     tokens=st.integers(2, 40),
@@ -173,6 +174,7 @@ def test_a_kernel_stores_floats_for_the_caller_and_quantized_values_for_the_next
     ]
 
 
+@pytest.mark.slow(reason="a further program; kernels with one result are compared above")
 @given(batch=st.integers(1, 5), seed=st.integers(0, 99), threads=st.integers(1, 4), isa=st.sampled_from(RUNNABLE_ISAS))
 def test_kernels_with_two_results_match_the_interpreter(twice, twice_programs, batch, seed, threads, isa):
     assert_program_matches(twice_programs[isa], twice[1], drawn(seed, (batch, 20, 7, 9), (batch, 5, 24)), threads)

@@ -214,6 +214,7 @@ def test_the_same_graph_gives_the_same_text_and_constants(isa):
     assert np.array_equal(first.constants, second.constants)
 
 
+@pytest.mark.slow(reason="two processes import everything; a program is written twice in this process, too")
 def test_every_process_gives_a_program_the_same_text_and_constants():
     """The text is the key of the library in the cache; the order of a set depends on the seed of its hashes."""
     command = [sys.executable, "-m", "support.program_texts"]

@@ -196,7 +196,11 @@ def at_random(seed: int, columns: int) -> Lowered:
 @pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @pytest.mark.parametrize(
     ("seed", "columns"),
-    [(0, 35), (5, 1), *slow_params((3, 3), (1, 35), (2, 16), (7, 100), reason="more random bodies")],
+    [
+        *slow_params((0, 35), reason="a longer body at random"),
+        (5, 1),
+        *slow_params((3, 3), (1, 35), (2, 16), (7, 100), reason="more random bodies"),
+    ],
 )
 def test_random_loop_bodies_match_the_reference(isa, seed, columns):
     lowered = at_random(seed, columns)
@@ -207,6 +211,7 @@ def test_random_loop_bodies_match_the_reference(isa, seed, columns):
             assert equal(found, expected), name
 
 
+@pytest.mark.slow(reason="programs with rows of 5,000 values")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_rows_longer_than_the_cache_are_bit_identical(isa):
     """Values are computed again rather than kept: layer norm of what an exponential gives. One row length is free."""

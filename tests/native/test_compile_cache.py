@@ -407,6 +407,7 @@ def test_no_thread_passes_a_barrier_before_all_arrive(bodies, threads):
     assert job.broken == 0
 
 
+@pytest.mark.slow(reason="forks while threads run; test_quantized_model.py has a forked child, too")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_a_pool_of_its_own_even_if_a_job_was_running(bodies):
     stop = threading.Event()

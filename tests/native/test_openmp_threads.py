@@ -72,6 +72,7 @@ def words_of_a_process() -> list[str]:
     return printed(BEGIN + COUNTED + PROGRAM + FORKED).split()
 
 
+@pytest.mark.slow(reason="a process imports PyTorch and compiles a program")
 @needs_openmp
 def test_no_threads_are_started_beside_those_of_pytorch():
     assert words_of_a_process()[0] == "0"
@@ -91,6 +92,7 @@ print(*(value.hex() for value in squared_sums(*values, 7).tolist()))
 """
 
 
+@pytest.mark.slow(reason="a process imports PyTorch")
 @needs_openmp
 @pytest.mark.parametrize(
     "limit", slow_params_except("2", of=("1", "2", "3"), reason="a process for each; the sum is made the same way")

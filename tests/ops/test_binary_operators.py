@@ -109,14 +109,7 @@ def all_stages(net, x):
 @pytest.mark.case("problem 9", "frontends A9")
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        "products",
-        "slopes",
-        "norm alone",
-        "cat of vectors",
-        of=BODIES,
-        reason="other operands of the same operators",
-    ),
+    slow_params_except("products", "norm alone", of=BODIES, reason="other operands of the same operators"),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_operators_with_several_activations_have_a_site_each(name, isa):

@@ -275,6 +275,7 @@ def test_data_decides_how_the_weights_of_a_dynamic_model_are_rounded():
     assert sqnr(fitted(x), model(x)) >= sqnr(without(x), model(x))
 
 
+@pytest.mark.slow(reason="quantizes a model with both kinds; a dynamic layer's result is a static site below")
 def test_one_model_may_have_static_and_dynamic_layers():
     """A value may be quantized in both ways; corrections leave out what is quantized while the model runs."""
 

@@ -119,6 +119,7 @@ def test_an_embedding_is_torchs_quantized_one():
     torch.testing.assert_close(lowered(x), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(reason="compiles and saves a model; kernels of embeddings are compared below")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_embedding_rows_are_bit_identical_after_saving_and_loading(isa, sums, tmp_path):
     given, _, _, lowered = sums

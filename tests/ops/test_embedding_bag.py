@@ -19,7 +19,7 @@ from support.lowering import assert_equal_quantized, kinds, lowered, quantized
 from support.matmul_library import BEST_ISA_PARAMS, CPP_ISA_PARAMS
 from support.nets import Body, randomize
 from support.programs import threads
-from support.slow_params import slow_params_except
+from support.slow_params import slow_params, slow_params_except
 
 F32, I64, U8 = DType.F32, DType.I64, DType.U8
 INT8 = Recipe.of({"type:EmbeddingBag": {"embeddings": "int8"}})
@@ -123,7 +123,11 @@ CALLS = {
 
 
 @pytest.mark.case("frontends C6", "backend 30")
-@pytest.mark.parametrize("recipe", [None, INT8], ids=["float", "int8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [*slow_params(None, reason="tables of floats are looked up in the kernels above"), INT8],
+    ids=["float", "int8"],
+)
 @pytest.mark.parametrize("name", slow_params_except("weights", of=CALLS, reason="other arguments of the same kernel"))
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_bag_is_one_operator(name, recipe, isa):
@@ -158,6 +162,7 @@ def test_embedding_bags_with_offsets_are_saved_and_loaded(tmp_path):
         torch.testing.assert_close(graph(*batch), model(*batch), atol=0.05, rtol=0)
 
 
+@pytest.mark.slow(reason="quantizes a model for the reason of a float part")
 def test_bags_of_small_integers_stay_in_pytorch_and_say_why():
     model = randomize(Body(lambda m, x: m.last(m.bag(x)), bag=nn.EmbeddingBag(50, 8), last=nn.Linear(8, 3)))
     x = torch.randint(50, (4, 7), dtype=torch.int32)

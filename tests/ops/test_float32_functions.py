@@ -239,6 +239,7 @@ def channels_of(count: int):
     return nn.Sequential(nn.Conv2d(4, count, 1), nn.Hardswish(), each, nn.SiLU())
 
 
+@pytest.mark.slow(reason="compiles layers of other widths; layers with functions are compared above")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @pytest.mark.parametrize(
     "counts",
@@ -274,6 +275,7 @@ def test_a_requantize_after_the_function_becomes_a_table(isa):
     assert torch.equal(stages.compile(integer, isa=isa)(x)[0], integer(x)[0])
 
 
+@pytest.mark.slow(reason="the oracle of the comparison above, on nine layers")
 def test_the_comparison_detects_another_slope():
     model, x = every_layer([TORCH["leaky_relu"]] * 2), torch.randn(2, 3, 11, 13)
     _, integer = quantized(model, x, recipe=ALL)
@@ -341,6 +343,7 @@ def test_an_accumulator_with_other_readers_has_no_precise_function():
     assert_equal_quantized(reference, integer, torch.randn(*X))
 
 
+@pytest.mark.slow(reason="quantizes two layers for one note")
 def test_coverage_notes_name_precise_functions():
     data = [torch.randn(*X)]
     model = intaglio.quantize(two(), data, recipe=ALL, progress=False)
@@ -417,6 +420,7 @@ def test_a_graph_with_an_infinite_unit_is_refused():
         check_graph(graph)
 
 
+@pytest.mark.slow(reason="compiles nine layers once more, to save them")
 def test_a_saved_model_with_precise_functions_is_loaded(tmp_path):
     model, x = every_layer([TORCH["leaky_relu"]] * 2), torch.randn(2, 3, 11, 13)
     _, integer = quantized(model, x, recipe=ALL)

@@ -79,6 +79,7 @@ def test_exponential_units_with_negative_factors_grow_below_zero(name, attrs, ca
     assert np.abs(table.astype(int) - wanted).max() <= 1
 
 
+@pytest.mark.slow(reason="a program with several functions; other spellings run below")
 @pytest.mark.case("backend 18", "backend 25")
 @pytest.mark.parametrize(
     "names",

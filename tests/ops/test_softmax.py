@@ -74,6 +74,7 @@ BODIES = {
 }
 
 
+@pytest.mark.slow(reason="a program with each softmax; softmax of scores runs below")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_softmax_runs_in_the_program_without_an_island(isa):
     """No island, no float operator in the report; every instruction set equal to the interpreter."""

@@ -97,6 +97,7 @@ def test_autograd_autocast_and_default_dtypes_do_not_change_results():
         assert_same((y, model(x)), (expected, expected))
 
 
+@pytest.mark.slow(reason="compiles a model with float parts; modes around calls are tested above")
 def test_autocast_does_not_reach_the_float_parts():
     model, lowered = built(lambda m, x: m.c(torch.einsum("nchw,ndhw->ncdw", y := m.c(x), y)), picture(size=3))
     expected = lowered(picture(size=3))
@@ -303,6 +304,7 @@ def test_results_with_adjacent_channels_are_direct(layer, shape):
     assert (model(x) - layer(x)).abs().max() < 0.1
 
 
+@pytest.mark.slow(reason="a classifier of images; results that are kept have tests in runtime/calls")
 def test_results_are_kept_when_the_model_is_called_again(classifier):
     first = classifier(images(2))
     expected = first.clone()

@@ -77,6 +77,7 @@ def test_a_state_loads_into_a_model_with_other_weights_and_scales(net, isa, tmp_
     assert_same(dict(target.state_dict()), dict(source.state_dict()))
 
 
+@pytest.mark.slow(reason="compiles a model with a float part")
 def test_weights_of_float_parts_load_too():
     def body(m, x):
         return m.c(torch.cdist(m.c(x).flatten(2).transpose(1, 2), m.mix).transpose(1, 2).reshape(x.shape))
@@ -126,6 +127,7 @@ def test_loading_its_own_state_keeps_the_example_of_a_model(tmp_path):
         model.text("reference")
 
 
+@pytest.mark.slow(reason="compiles a wider network; damaged states are refused below")
 def test_the_state_of_another_model_is_refused_and_changes_nothing():
     target, lowered = compiled(nets.Residual)
     wider = compiled(lambda: nets.Residual(width=16))[0].state_dict()

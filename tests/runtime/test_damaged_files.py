@@ -28,6 +28,7 @@ from intaglio.runtime import QuantizedModel
 from support import nets
 from support.file_limits import files_no_larger_than
 from support.int8_models import assert_same, compiled
+from support.slow_params import slow_params
 
 NET = nets.ConvThenUnsupported
 
@@ -226,7 +227,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("room", [0, 4096])
+@pytest.mark.parametrize("room", [0, *slow_params(4096, reason="a file that ends in the middle")])
 def test_a_full_cache_folder_is_an_error_and_nothing_is_half_written(way, room, good, fresh_cache):
     with files_no_larger_than(room), pytest.raises(BuildError):
         way(good)
@@ -307,6 +308,7 @@ def test_processes_that_load_at_once_all_get_the_model(way, good, fresh_cache):
     assert not [name for name in entries(fresh_cache) if name.startswith(".build-")]
 
 
+@pytest.mark.slow(reason="saves again and again while it loads; threads that load at once are tested below")
 def test_loading_during_saves_gives_one_complete_model(tmp_path):
     models, path = [compiled(net)[0] for net in (nets.Linears, NET)], tmp_path / "m"
     models[0].save(path)

@@ -167,6 +167,7 @@ def test_another_instruction_set_gives_the_same_bits(isa, good):
     assert_same(loaded(x), compiled(nets.ConvThenUnsupported)[0](x))
 
 
+@pytest.mark.slow(reason="a process imports PyTorch; the class is not in the file")
 @pytest.mark.case("problem 30")
 def test_a_fresh_process_loads_without_the_model_s_class(tmp_path):
     model, _ = compiled(nets.MultiOutput)
@@ -565,6 +566,7 @@ def fat(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow(reason="compiles a network for every set of instructions")
 @pytest.mark.parametrize("able", RUNNABLE, ids=lambda able: able[0])
 def test_a_model_of_all_instruction_sets_runs_the_best_of_the_machine(able, monkeypatch):
     only(monkeypatch, *able)

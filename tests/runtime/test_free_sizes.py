@@ -149,9 +149,7 @@ def test_dynamic_sizes_leave_no_operator_in_float(name):
     assert_equal_quantized(reference, lowered, x)
 
 
-@pytest.mark.parametrize(
-    "name", slow_params_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes")
-)
+@pytest.mark.parametrize("name", slow_params_except("tokens", of=NETS, reason="other layers of the same sizes"))
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @settings(max_examples=12)
 @given(data=st.data())

@@ -70,6 +70,7 @@ def test_dependencies_are_few_and_only_pytorch_has_an_upper_bound():
     assert "<" not in project["requires-python"]
 
 
+@pytest.mark.slow(reason="a process imports PyTorch")
 @pytest.mark.case("problem 26", "problem 39")
 def test_importing_compiles_nothing_and_needs_no_compiler(tmp_path):
     """Problems 26 and 39."""

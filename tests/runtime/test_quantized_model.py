@@ -112,6 +112,7 @@ def test_a_missing_compiler_is_an_error_that_says_so(fresh_cache, monkeypatch):
         stages.compile(compiled(nets.Linears)[1])
 
 
+@pytest.mark.slow(reason="compiles with a compiler that counts; tests of the compile cache count, too")
 @pytest.mark.case("problem 26")
 def test_a_program_in_the_cache_is_not_compiled_again(fresh_cache, monkeypatch, tmp_path):
     log, compiler = tmp_path / "log", tmp_path / "compiler"

@@ -179,7 +179,11 @@ def test_calibration_batches_of_any_memory_give_the_same_ranges(form):
 @pytest.mark.case("calibration 24")
 @pytest.mark.parametrize(
     "mode",
-    [torch.inference_mode, torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
+    [
+        torch.inference_mode,
+        *slow_params(torch.no_grad, torch.enable_grad, reason="another mode of gradients, of which nothing depends"),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+    ],
     ids=["inference", "no_grad", "enable_grad", "autocast"],
 )
 def test_autocast_and_grad_mode_around_quantize_change_nothing(mode):
@@ -209,6 +213,7 @@ class Detector(nn.Module):
         return [self.head(maps["high"].mean((2, 3)))] + [m for m in maps.values() if m.sum() > -1e9]
 
 
+@pytest.mark.slow(reason="quantizes a part of a detector; parts are put back in tests of parts")
 @pytest.mark.case("problem 7")
 def test_a_submodule_is_quantized_and_put_back_into_its_float_parent():
     """Problem 7: the parent decides by its data, so it cannot be captured; its backbone can."""

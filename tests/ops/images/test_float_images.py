@@ -101,6 +101,7 @@ def windows(m, x):
     )
 
 
+@pytest.mark.slow(reason="a program with free sizes; programs of fixed sizes are compared above")
 def test_images_of_floats_may_have_free_sizes():
     """The sizes and windows of a call are computed in the program."""
     image = torch.randn(2, 4, 6, 6, generator=DRAW)

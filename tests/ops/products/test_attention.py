@@ -20,6 +20,7 @@ from support.attention_library import kernels
 from support.integer_graphs import H, N, Net, W
 from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS, Memory
 from support.programs import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled
+from support.slow_params import slow_params
 
 SLACK = 64
 
@@ -315,7 +316,11 @@ def images(net: Net) -> tuple[str, ...]:
 
 @pytest.mark.case("problem 12")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-@pytest.mark.parametrize("program", [encoder, decoder, floats], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [*slow_params(encoder, reason="an encoder has the attention of the decoder"), decoder, floats],
+    ids=lambda program: program.__name__,
+)
 def test_a_program_has_the_bits_of_the_interpreter(program, isa):
     net, lowered = built(program)
     model = compiled(program, isa)

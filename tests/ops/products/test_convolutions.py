@@ -75,6 +75,7 @@ def many(start: str) -> tuple[nn.Module, list[tuple[int, ...]], list[str]]:
     return randomize(Many([CONVOLUTIONS[name][0] for name in names])), [CONVOLUTIONS[n][1] for n in names], names
 
 
+@pytest.mark.slow(reason="a dozen transposed convolutions; they are one partition each below")
 @pytest.mark.case("backend 28")
 @pytest.mark.parametrize(
     "start",
@@ -187,6 +188,7 @@ def test_pools_of_1d_and_3d_inputs_run_in_int8(isa):
         assert torch.equal(one, wanted), name
 
 
+@pytest.mark.slow(reason="a network over one axis; its pools run below")
 def test_a_1d_network_runs_in_int8_from_end_to_end():
     """Wave in, classes out: stem, residual block, pool, flatten, linear; one layout, no copy between."""
     net = randomize(

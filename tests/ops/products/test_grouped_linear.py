@@ -224,6 +224,7 @@ def test_experts_run_in_int8_without_an_island(name, isa, tmp_path):
     assert sqnr(program(X), model(X)) > (10 if name == "4 bits" else 20)
 
 
+@pytest.mark.slow(reason="quantizes experts that are written in another way")
 @pytest.mark.parametrize(
     "train", [False, *slow_params(True, reason="prepared experts are trained below, and their graph is the same")]
 )
@@ -247,6 +248,7 @@ def test_the_interpreter_agrees_with_the_reference_operator_by_operator():
     assert_equal_quantized(reference, lowered, X)
 
 
+@pytest.mark.slow(reason="quantizes three experts to count scales that the results above depend on")
 def test_scales_are_those_of_every_output_of_every_expert():
     reference, _ = quantized(experts(count=3), X)
     q = reference.qparams["up"]
@@ -254,6 +256,7 @@ def test_scales_are_those_of_every_output_of_every_expert():
     assert len(set(q.scales)) > 100
 
 
+@pytest.mark.slow(reason="quantizes experts twice for one count")
 def test_multiply_accumulates_are_those_of_the_chosen_experts():
     """Two of the experts compute each row, however many there are."""
     few, many = (quantized(experts(count=count), X)[1].macs[1] for count in (4, 8))
@@ -280,6 +283,7 @@ def test_a_function_behind_a_grouped_layer_runs_on_its_tiles(isa):
                 assert_same_bits([program(X, given_ends)], [lowered(X, given_ends)])
 
 
+@pytest.mark.slow(reason="compiles and saves experts again; int8 ones are run and loaded above")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @pytest.mark.parametrize(
     "kind", ["s8", *slow_params("f16", reason="programs with weights of 16 bits are compared with PyTorch below")]
@@ -314,7 +318,16 @@ def ends_alone(recipe: Recipe | None) -> tuple[nn.Module, Lowered]:
 LEFT_IN_FLOAT = Recipe.of({"op:aten._grouped_mm": Setting(quantize=False)})
 
 
-@pytest.mark.parametrize("recipe", [LEFT_IN_FLOAT, Recipe.of({}, Setting(activations="float", weights_dtype="f16"))])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        LEFT_IN_FLOAT,
+        *slow_params(
+            Recipe.of({}, Setting(activations="float", weights_dtype="f16")),
+            reason="a recipe that keeps the layers in float, too",
+        ),
+    ],
+)
 def test_ends_that_do_not_fit_give_the_same_in_float(recipe, tmp_path):
     model, lowered = ends_alone(recipe)
     program = stages.compile(lowered)
@@ -328,6 +341,7 @@ def test_ends_that_do_not_fit_give_the_same_in_float(recipe, tmp_path):
         torch.testing.assert_close(found, model.last(expected).detach(), atol=0.3, rtol=0.05)
 
 
+@pytest.mark.slow(reason="compiles and saves experts again")
 def test_experts_that_a_recipe_leaves_in_float_can_be_saved(tmp_path):
     model = experts()
     reference, lowered = quantized(model, X, recipe=LEFT_IN_FLOAT)
@@ -340,6 +354,7 @@ def test_experts_that_a_recipe_leaves_in_float_can_be_saved(tmp_path):
     torch.testing.assert_close(program(X), reference(X), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow(reason="the same experts in another type")
 def test_experts_of_half_precision_are_quantized_too():
     model = experts().bfloat16()
     _, lowered = quantized(model, X.bfloat16())
@@ -348,6 +363,7 @@ def test_experts_of_half_precision_are_quantized_too():
     assert sqnr(lowered(X.bfloat16()).float(), experts()(X)) > 20
 
 
+@pytest.mark.slow(reason="trains twenty steps; gradients of the operator are tested above")
 def test_experts_are_trained_with_fake_quantization():
     model = experts().train()
     prepared = stages.prepare(stages.capture(model, (X,), train=True), qat=True)
@@ -366,6 +382,7 @@ def test_experts_are_trained_with_fake_quantization():
     assert sqnr(lowered(X), prepared.eval()(X)) > 30
 
 
+@pytest.mark.slow(reason="reads the operators of ONNX; test_onnx.py has the same refusal")
 @pytest.mark.usefixtures("operators_read_once")
 def test_onnx_has_no_operators_for_experts_and_says_so(tmp_path):
     reference, _ = quantized(experts(), X)

@@ -121,6 +121,7 @@ def test_every_float16_becomes_the_float32_it_is(isa):
 # ---- models
 
 
+@pytest.mark.slow(reason="quantizes a model of two layers; a float16 layer is compared with the float layer below")
 @pytest.mark.usefixtures("without_avx512")
 @pytest.mark.case("frontends C4")
 @pytest.mark.parametrize(
@@ -195,6 +196,7 @@ def test_weight_only_layers_take_any_axes_and_shared_weights(recipe, isa):
             assert (found - exact).norm() <= 2e-2 * exact.norm()
 
 
+@pytest.mark.slow(reason="one model for one layout")
 @pytest.mark.parametrize(
     "isa",
     slow_params_except(*RUNNABLE_ISAS[-1:], of=RUNNABLE_ISAS, reason="the layout is the same on every processor"),
@@ -234,7 +236,10 @@ def test_convolutions_keep_float16_in_pytorch(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "bits"),
     [
-        ({"weights_dtype": "s4", "weights": "group:8"}, 4),
+        *slow_params(
+            ({"weights_dtype": "s4", "weights": "group:8"}, 4),
+            reason="groups of four bits have kernels and tests of their own",
+        ),
         ({"weights": "tensor"}, 8),
         ({"weights_dtype": "s2"}, 2),
     ],

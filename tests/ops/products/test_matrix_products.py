@@ -248,6 +248,7 @@ def similarities(m, x):
     return scores, m.out(scores @ b), torch.relu(a[:, 0]) @ torch.tanh(b[:, 0]).t()
 
 
+@pytest.mark.slow(reason="products of free sizes; those of fixed sizes run above")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_products_along_free_axes_are_integer(isa):
     model = randomize(Body(similarities, a=nn.Linear(8, 8), b=nn.Linear(8, 8), out=nn.Linear(8, 5)))
@@ -278,6 +279,7 @@ def with_einsum(call) -> nn.Module:
     return randomize(Body(call, a=nn.Linear(8, 8), b=nn.Linear(8, 8), **constants))
 
 
+@pytest.mark.slow(reason="a product for each einsum, side by side; products of activations run above")
 def test_an_einsum_is_products_of_matrices(subtests):
     """Each beside the others, behind layers of its own."""
     x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))

@@ -187,6 +187,7 @@ def test_recurrent_layers_support_all_flags(mode, kind, isa, subtests):
     everywhere(lowered, (x,), isas=[isa])
 
 
+@pytest.mark.slow(reason="four layers of other sizes")
 @pytest.mark.parametrize(
     "kind", slow_params_except("gru", of=RECURRENT, reason="every flag of an LSTM is tested above")
 )

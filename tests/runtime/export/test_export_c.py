@@ -74,6 +74,7 @@ def test_a_convolutional_network_has_the_bits_of_the_python_call_at_every_batch(
             assert_same(found(picture(batch, batch), threads=count), [model(picture(batch, batch))])
 
 
+@pytest.mark.slow(reason="exports a network for one set of instructions")
 @pytest.mark.parametrize(
     "isa",
     slow_params_except(
@@ -110,6 +111,7 @@ def test_a_transformer_block_has_the_bits_of_the_python_call_at_every_length(isa
         assert_same(found(ids), [model(ids)])
 
 
+@pytest.mark.slow(reason="exports a model that takes bytes")
 def test_images_are_read_in_any_strides_and_element_type(tmp_path):
     image = intaglio.Image(0.5, 0.5)
     model = intaglio.quantize(randomize(nets.ConvBnRelu()), [X], input=image, progress=False)
@@ -138,6 +140,7 @@ class Shapes(nn.Module):
         return {"line": line, "both": [self.volume(volume), plane], "mean": line.mean(2).mean(1), "again": plane}
 
 
+@pytest.mark.slow(reason="exports another model, with results of many ranks")
 def test_results_of_any_rank_and_nesting_are_dense_and_named(tmp_path):
     ids, volume = torch.randint(9, (2, 8)), torch.randn(2, 2, 4, 6, 5)
     model = intaglio.quantize(randomize(Shapes()), [(ids, volume)], progress=False)
@@ -319,6 +322,7 @@ def test_sizes_that_are_refused_leave_the_plan_as_it_was(residual):
     assert_same(outputs, [model(X)])
 
 
+@pytest.mark.slow(reason="exports a model with free sizes; other sizes are refused above")
 def test_sizes_too_small_for_a_window_are_refused(tmp_path):
     net = Body(lambda m, x: m.c(x), c=nn.Conv2d(3, 4, 3, stride=2))
     sizes = dict.fromkeys((0, 2, 3), torch.export.Dim.AUTO)

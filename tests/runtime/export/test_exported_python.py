@@ -89,6 +89,7 @@ def test_tensors_and_lists_are_read_too_if_their_element_type_fits(network):
         network(image.tolist())
 
 
+@pytest.mark.slow(reason="exports and builds a network that takes bytes")
 def test_images_of_bytes_are_read_in_place(tmp_path):
     image, floats = intaglio.Image(0.5, 0.5), picture(3)
     model = intaglio.quantize(nets.randomize(nets.ConvBnRelu()), [floats], input=image, progress=False)
@@ -114,6 +115,7 @@ class Structured(nn.Module):
         return {"pair": Pair(x, y), "nested": [(y.sum(-1),), None, "text"], "count": 3}
 
 
+@pytest.mark.slow(reason="exports and builds a second network; one result is read above")
 def test_results_have_the_structure_of_the_model_and_inputs_have_names(tmp_path):
     model = nets.randomize(Structured().eval())
     inputs = torch.randint(20, (2, 5)), torch.rand(2, 5, 1)

@@ -16,6 +16,7 @@ from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.recipe import Recipe
 from support.int8_models import assert_same
+from support.slow_params import slow_params
 
 ODD = 'a\\\n\r\0"*/\u2028\udcff?>'
 TEXTS = st.one_of(st.text(max_size=12), st.text("\\\n\r\0\"'*/?.\u2028\ud800 a{}%", max_size=6))
@@ -48,10 +49,12 @@ def converted(module: str, key: str | int, result: str | int) -> tuple[nn.Module
 @pytest.mark.parametrize(
     ("module", "key", "result"),
     [
-        ("quote's", "back\\slash", 'line\nbreak"'),
+        *slow_params(
+            ("quote's", "back\\slash", 'line\nbreak"'), reason="other characters that are quoted in the same way"
+        ),
         ("*/ evil", "null\0character", "\u2028"),
         ("straße", 7, True),
-        ("%", "", "{}"),
+        *slow_params(("%", "", "{}"), reason="other characters that are quoted in the same way"),
     ],
 )
 def test_models_with_odd_names_are_loaded_as_they_were_saved(module, key, result, tmp_path):
@@ -73,6 +76,7 @@ def is_module_name(text: str) -> bool:
     return bool(text) and printable and not hasattr(nn.Module(), text)
 
 
+@pytest.mark.slow(reason="draws names and quantizes a model with each; odd names are loaded above")
 @FEW
 @given(TEXTS.filter(is_module_name), TEXTS, TEXTS)
 @example("*/?>'", ODD, "result")

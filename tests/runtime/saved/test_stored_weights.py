@@ -121,6 +121,7 @@ def test_a_file_that_is_written_while_it_is_used_is_an_error(saved, fresh_progra
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.slow(reason="collects garbage until the file is closed")
 def test_the_file_is_closed_when_nothing_reads_it(saved, fresh_programs):
     path, *_ = saved
 
@@ -153,6 +154,7 @@ def test_a_program_is_printed_once(saved, fresh_programs, packed, monkeypatch):
     assert torch.equal(second(x), expected)
 
 
+@pytest.mark.slow(reason="compiles programs of other names; entries of other weights are compared below")
 def test_programs_for_other_names_and_instruction_sets_have_other_entries(saved, fresh_programs, tmp_path):
     path, x, expected = saved
     renamed = tmp_path / "renamed.intaglio"
