@@ -81,7 +81,11 @@ def converted(model: nn.Module, *calls: Any, **options: Any) -> nn.Module:
     return eager.convert(prepared, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@pytest.mark.parametrize(
+    "kind",
+    slow_params_except(Scores, Nested, Asked, of=KINDS.values(), reason="another class whose attributes are tensors"),
+    ids=list(KINDS),
+)
 def test_a_result_may_be_an_object(kind):
     model = layers(lambda m, x: kind(m.b(torch.relu(m.a(x)))))
     found = converted(model, (rows(),), (rows(1),), strict=True)
@@ -92,7 +96,11 @@ def test_a_result_may_be_an_object(kind):
     assert 20 < sqnr(result.logits, expected.logits) < 100
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@pytest.mark.parametrize(
+    "kind",
+    slow_params_except(Scores, Nested, Asked, of=KINDS.values(), reason="another class whose attributes are tensors"),
+    ids=list(KINDS),
+)
 def test_an_argument_may_be_an_object(kind):
     model = layers(lambda m, x: m.b(torch.relu(m.a(x.logits))))
     found = converted(model, (kind(rows()),), (kind(rows(1, 3)),), strict=True)

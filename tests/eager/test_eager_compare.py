@@ -111,6 +111,7 @@ def test_a_loop_is_compared_over_all_its_iterations():
         assert 20 < judged.results[0] < 100
 
 
+@pytest.mark.slow(reason="compares a model in two ways; branches are compared above")
 @pytest.mark.case("frontends B12")
 def test_a_single_recording_is_compared_like_its_explicit_graph():
     model = nets.randomize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))

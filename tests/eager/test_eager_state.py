@@ -262,6 +262,7 @@ def test_a_prepared_model_with_a_loaded_state_converts_to_the_original(name):
         assert_same(outputs(eager.convert(again), name), expected)
 
 
+@pytest.mark.slow(reason="converts a network twice; weights that are loaded are noticed below")
 @pytest.mark.case("frontends A12")
 @pytest.mark.parametrize(
     "name", slow_params_except("residual", of=MODELS, reason="other models have the same kind of state")
@@ -337,6 +338,7 @@ def test_strict_does_not_depend_on_the_folder_of_the_code(tmp_path):
     assert str(tmp_path) not in bytes(here.state_dict()["_auto_quant_state.flow"].tolist()).decode()
 
 
+@pytest.mark.slow(reason="calibrates for the messages of load_state_dict")
 def test_missing_and_unexpected_entries_are_reported_like_in_pytorch():
     model, prepared = calibrated()
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"_auto_quant_state.0\""):
@@ -499,6 +501,7 @@ def test_the_explicit_graph_has_the_operators_and_gives_the_bits():
     assert_same(outputs(stages.compile(reference)), outputs(converted))
 
 
+@pytest.mark.slow(reason="scripts and traces; the explicit graph has the operators above")
 @pytest.mark.case("frontends B9")
 @pytest.mark.parametrize(
     "recipe", [None, *slow_params({"activations": "token"}, reason="scales made per call in the same script")]

@@ -79,13 +79,7 @@ def batches(kind):
 @pytest.mark.parametrize(
     "kind",
     slow_params_except(
-        Attends,
-        Words,
-        Functions,
-        Grouped,
-        MultiOutput,
-        of=[*IMAGES, *OTHERS],
-        reason="layers of the other networks",
+        Grouped, MultiOutput, of=[*IMAGES, *OTHERS], reason="larger networks, and layers of the other networks"
     ),
     ids=lambda kind: kind.__name__,
 )

@@ -163,16 +163,7 @@ BODIES = [
 @pytest.mark.parametrize(
     "body",
     slow_params_except(
-        views_of_several,
-        set_item,
-        view_of_a_list,
-        shape_in_place,
-        a_view_of_the_argument,
-        out_argument,
-        in_place_twice,
-        data,
-        of=BODIES,
-        reason="other views that are written in the same ways",
+        set_item, view_of_a_list, out_argument, of=BODIES, reason="other views that are written in the same ways"
     ),
     ids=lambda body: body.__name__,
 )

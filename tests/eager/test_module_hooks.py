@@ -73,8 +73,13 @@ HOOKS_OF_ALL = {
 @pytest.mark.parametrize(
     ("register", "nested"),
     [
-        *((name, False) for name in HOOKS_OF_ALL),
+        ("layers", False),
+        ("before layers", False),
         ("every module", True),
+        *slow_params(
+            *((name, False) for name in HOOKS_OF_ALL if name not in ("layers", "before layers")),
+            reason="hooks with other settings, and of modules that every module contains",
+        ),
         *slow_params(
             *((name, True) for name in HOOKS_OF_ALL if name != "every module"),
             reason="layers in modules of modules, which a hook of every module sees as well",
@@ -130,9 +135,9 @@ def test_a_hook_runs_once_per_call():
 @pytest.mark.parametrize(
     "wrapped",
     [
-        spectral_norm,
+        *slow_params(spectral_norm, reason="weights that another function computes"),
         weight_norm,
-        parametrizations.spectral_norm,
+        *slow_params(parametrizations.spectral_norm, reason="weights that another function computes"),
         parametrizations.weight_norm,
         lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
     ],

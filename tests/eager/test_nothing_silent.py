@@ -182,7 +182,15 @@ LEAVES = {
 """Class -> module, its call, and its multiply-accumulates."""
 
 
-@pytest.mark.parametrize("name", LEAVES)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        "Bilinear",
+        "TransformerEncoderLayer",
+        of=LEAVES,
+        reason="the work of a recurrent layer is counted in test_macs.py",
+    ),
+)
 def test_coverage_counts_the_work_of_leaf_classes(name):
     leaf, call, macs = LEAVES[name]
     model = Head(call).eval()

@@ -88,6 +88,7 @@ def test_parent_and_child_each_have_a_state():
     assert [info.type for info in model.child._auto_quant_state.seen_op_infos.values()] == ["torch.Tensor.add"]
 
 
+@pytest.mark.slow(reason="prepares a model once more")
 @pytest.mark.case("document 000")
 def test_states_are_submodules_if_asked_for():
     model = eager.prepare(nets.randomize(Parent()), X, Recipe.of({}, Setting(method="minmax")), as_children=True)

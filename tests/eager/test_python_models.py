@@ -109,9 +109,7 @@ FUNCTIONAL = {
 @pytest.mark.case("frontends B3")
 @pytest.mark.parametrize(
     "case",
-    slow_params_except(
-        "keywords", "conv3d", "linear keywords", of=FUNCTIONAL, reason="the same functions called otherwise"
-    ),
+    slow_params_except("keywords", "linear keywords", of=FUNCTIONAL, reason="the same functions called otherwise"),
 )
 def test_functional_operators_with_parameters_are_quantized(case, caplog):
     """B3: positional and keyword arguments, defaults left out, with and without bias; weights per channel."""
@@ -231,7 +229,7 @@ OUTPUTS = {
 @pytest.mark.case("frontends B5")
 @pytest.mark.parametrize(
     "case",
-    slow_params_except("several", "nothing", "integers", of=OUTPUTS, reason="one of the results holds all of these"),
+    slow_params_except("several", "nothing", of=OUTPUTS, reason="one of the results holds all of these"),
 )
 def test_results_may_have_any_structure(case, caplog):
     """B5: integers and what is no tensor come out as they are."""
@@ -293,7 +291,7 @@ CHILDREN = {
 @pytest.mark.case("frontends B5")
 @pytest.mark.parametrize(
     "case",
-    slow_params_except("dataclass", "nothing", of=CHILDREN, reason="a child's structure is taken apart as the model's"),
+    slow_params_except("nothing", of=CHILDREN, reason="a child's structure is taken apart as the model's"),
 )
 def test_submodules_may_return_any_structure(case, caplog):
     """B5: what a child returns, its parent takes apart."""
@@ -412,6 +410,7 @@ def test_subclasses_of_pytorch_modules_are_supported(caplog):
     assert (quantized(converted, "linear"), quantized(converted, "conv2d")) == (1, 1)
 
 
+@pytest.mark.slow(reason="a module that forward creates, which is called like its function")
 @pytest.mark.case("frontends B8")
 def test_a_module_created_in_forward_is_supported(caplog):
     """B8: its operators are its caller's."""
