@@ -57,7 +57,7 @@ def test_weights_have_the_names_and_values_of_the_model(form, tmp_path):
         assert torch.equal(tensor, named[name]), name
 
 
-@pytest.mark.slow(reason="compiles a second model; one of the same weights generates below")
+@pytest.mark.slow(reason="compiles a second model; the weights of all forms are compared above")
 @pytest.mark.parametrize(
     "form",
     [
@@ -76,6 +76,9 @@ def test_a_model_has_the_logits_of_the_float_model(form, tmp_path):
     assert decibels(logits(model), logits(exact)) > 100
 
 
+@pytest.mark.slow(
+    reason="compiles a model; its weights are compared above, and a model of compressed-tensors generates"
+)
 def test_a_model_generates(tmp_path):
     exact = written(tmp_path / "model.gguf", "llama, Q4_K")
     model = intaglio.from_checkpoint(tmp_path / "model.gguf")

@@ -67,7 +67,7 @@ def gptq_model(in_order):
 
 
 @pytest.mark.slow(
-    reason="compiles a model; its weights are compared with their definition above, and an AWQ model generates below"
+    reason="compiles a model; its weights are compared with their definition above"
 )
 @pytest.mark.parametrize(
     "in_order", [False, *slow_params(True, reason="compressed-tensors has the same test with groups of neighbours")]
@@ -89,6 +89,7 @@ def test_layers_that_share_the_order_of_their_inputs_share_a_gather():
     assert len(gathered) == 4, "query, key and value; output; gate and up; down"
 
 
+@pytest.mark.slow(reason="compiles a model; a model of compressed-tensors generates with the same kind of weights")
 def test_an_awq_model_generates(tmp_path):
     exact = write_folder(tmp_path / "awq", small_llama(), awq_gemm(32), awq_settings(32, "gemm"))
     model = intaglio.from_checkpoint(tmp_path / "awq")

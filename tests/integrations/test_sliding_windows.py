@@ -16,10 +16,8 @@ from support.slow_params import slow_params
 
 WINDOW = 6
 KINDS = [
-    *slow_params(
-        ("mistral", "float"), ("gemma3", "float"), reason="gemma3 has layers with and without windows, and int8 values"
-    ),
-    ("gemma3", "int8"),
+    ("mistral", "float"),
+    *slow_params(("gemma3", "float"), ("gemma3", "int8"), reason="a larger model is captured and compiled"),
 ]
 
 
@@ -81,6 +79,7 @@ def test_generated_tokens_are_those_with_all_tokens_in_the_cache(name, kind, set
     assert torch.equal(generated(model, inputs, **settings), whole)
 
 
+@pytest.mark.slow(reason="a larger model is captured and compiled")
 def test_a_plain_cache_keeps_all_tokens():
     model, ids = quantized("gemma3", "int8")[1], tokens(20)
     cache = DynamicCache()
@@ -94,6 +93,7 @@ def test_a_plain_cache_keeps_all_tokens():
         assert torch.equal(logits[:, 0], expected[:, end - 6])
 
 
+@pytest.mark.slow(reason="a larger model is captured and compiled")
 def test_memory_of_a_window_does_not_grow():
     model, ids = quantized("gemma3", "int8")[1], tokens(400)
     _, cache = call(model, ids[:, :1])
@@ -104,6 +104,7 @@ def test_memory_of_a_window_does_not_grow():
     assert max(sizes) < 80
 
 
+@pytest.mark.slow(reason="a larger model is captured and compiled")
 @pytest.mark.parametrize("length", [4, 15])
 def test_copies_and_reordered_caches_go_on_with_their_own_tokens(length):
     model, ids, end = quantized("gemma3", "int8")[1], tokens(length), tokens(3, 1)
@@ -119,6 +120,7 @@ def test_copies_and_reordered_caches_go_on_with_their_own_tokens(length):
     assert [layer.get_seq_length() for layer in other.layers] == [length + 3] * 3
 
 
+@pytest.mark.slow(reason="a larger model is captured and compiled")
 def test_a_cache_can_be_cut_before_the_window_is_full():
     model, ids, end = quantized("gemma3", "int8")[1], tokens(5), tokens(1, 1)
     _, cache = call(model, ids[:, :4])
@@ -130,6 +132,7 @@ def test_a_cache_can_be_cut_before_the_window_is_full():
     assert torch.equal(call(model, ids, cache)[0], call(model, ids)[0])
 
 
+@pytest.mark.slow(reason="a larger model is captured and compiled")
 def test_a_cache_with_shorter_windows_is_refused():
     model, ids = quantized("gemma3", "int8")[1], tokens(12)
     cache = DynamicCache(config=float_model("gemma3", sliding_window=4).config)
@@ -139,6 +142,7 @@ def test_a_cache_with_shorter_windows_is_refused():
         call(model, ids[:, 8:], cache)
 
 
+@pytest.mark.slow(reason="a larger model is captured and compiled")
 def test_saved_models_have_windows_too(tmp_path):
     model, ids = quantized("gemma3", "int8")[1], tokens(20)
     model.save(tmp_path / "model.intaglio")

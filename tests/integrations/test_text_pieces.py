@@ -10,7 +10,7 @@ from support.slow_params import slow_params
 
 NAMES = [
     ("llama", "float"),
-    ("gemma3", "int8"),
+    *slow_params(("gemma3", "int8"), reason="a larger model is captured and compiled"),
     *slow_params(("gpt2", "float"), reason="a third model; the positions of a piece are given to all of them alike"),
 ]
 
@@ -71,6 +71,7 @@ def test_texts_are_divided_evenly(short_pieces):
     assert sizes == [5, 5, 5, 7]
 
 
+@pytest.mark.slow(reason="a larger model is captured and compiled")
 @pytest.mark.parametrize("past", [0, 9])
 def test_an_error_leaves_the_cache_as_it_was(past, short_pieces):
     model, ids, end = quantized("gemma3", "int8")[1], tokens(past + 24), tokens(1, 1)

@@ -83,6 +83,7 @@ def test_both_sides_of_a_branch_are_quantized(routed, routed_int8, routed_data):
         assert (routed_int8(x) - routed(x)).abs().max() < 0.05 * routed(x).abs().max()
 
 
+@pytest.mark.slow(reason="quantizes the model with branches again, with fewer batches")
 def test_a_part_that_no_batch_calls_stays_in_float_with_the_reason(routed, routed_data):
     int8 = intaglio.quantize(routed, routed_data[::2], recipe=UNCORRECTED, progress=False)
     assert list(int8.parts) == ["backbone", "bright"]
@@ -326,7 +327,9 @@ def test_parts_are_compared_with_their_float_modules(detector, int8):
     assert min(min(part.results) for part in found.values()) > 25
 
 
-@pytest.mark.parametrize("form", ["tuple", "list", "pair with labels"])
+@pytest.mark.parametrize(
+    "form", [*slow_params("tuple", "list", reason="a pair holds one of these"), "pair with labels"]
+)
 def test_parts_are_compared_on_batches_of_any_form(detector, int8, form):
     forms = {"tuple": (images(4),), "list": images(4), "pair with labels": (images(4), [{}] * 4)}
     assert set(int8.compare(detector, [forms[form]])) == set(int8.parts)
@@ -430,6 +433,7 @@ def test_runs_of_the_float_model_do_not_grow_with_the_number_of_parts(monkeypatc
     assert runs(10**6) + 2 * len(batches()) == runs(1)
 
 
+@pytest.mark.slow(reason="quantizes the model with branches again; clipping is counted in runtime")
 def test_values_outside_of_their_ranges_are_reported_for_all_parts(routed, routed_data, caplog, tmp_path):
     model = intaglio.quantize(routed, routed_data, recipe=UNCORRECTED, progress=False)
     model(routed_data[0])
