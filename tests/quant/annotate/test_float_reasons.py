@@ -67,7 +67,7 @@ def in_eager(model: nn.Module, x: Tensor) -> nn.Module:
     return eager.convert(prepared)
 
 
-@pytest.mark.parametrize("door", [stages.capture, in_eager])
+@pytest.mark.parametrize("door", [stages.capture, *slow_params(in_eager, reason="the same error at the other door")])
 def test_complex_inputs_are_an_error_that_says_what_to_pass(door):
     model, x = layers(lambda m, x: m.b(m.a(torch.view_as_real(x).flatten(1)))), torch.randn(4, 8, dtype=torch.complex64)
     with pytest.raises((CaptureError, UnsupportedError), match=r"complex64; int8 models take real") as raised:
@@ -77,6 +77,7 @@ def test_complex_inputs_are_an_error_that_says_what_to_pass(door):
     assert coverage(follows, torch.view_as_real(x)).macs_int8 == 320
 
 
+@pytest.mark.slow(reason="quantizes a model of half precision for one number")
 @pytest.mark.parametrize("dtype", [torch.float16, *slow_params(torch.bfloat16, reason="the other half precision")])
 def test_casts_of_half_precision_do_not_count_as_operators(dtype):
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().to(dtype)

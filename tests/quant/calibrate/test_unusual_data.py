@@ -488,6 +488,7 @@ def test_ranges_that_still_grow_are_found():
 # ---- files
 
 
+@pytest.mark.slow(reason="calibrates a model in parts; merged statistics are compared in test_distributed.py")
 @pytest.mark.case("calibration 46", "calibration 47")
 def test_files_of_parts_merge_to_the_file_of_the_whole(tmp_path):
     prepared = prepare(CAPTURED)

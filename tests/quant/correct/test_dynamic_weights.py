@@ -28,6 +28,7 @@ def noise(model: nn.Module, float_model: nn.Module) -> float:
     return (model(unseen) - float_model(unseen)).square().sum().item()
 
 
+@pytest.mark.slow(reason="quantizes a perceptron three times; data lowers the error of int8 weights below")
 def test_data_lowers_the_error_of_4_bit_weights(perceptron):
     batches = [correlated(64, seed) for seed in range(8)]
     fitted = intaglio.quantize(perceptron, batches, recipe=recipe(), progress=False)

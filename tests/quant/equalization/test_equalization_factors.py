@@ -29,7 +29,17 @@ def correlated(count: int, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("samples", [1, 2, 4, 16, 64, 256])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        1,
+        *slow_params(2, reason="numbers of samples between the others"),
+        4,
+        *slow_params(16, reason="numbers of samples between the others"),
+        64,
+        *slow_params(256, reason="numbers of samples between the others"),
+    ],
+)
 @pytest.mark.parametrize("seed", [0, *slow_params(1, reason="another network at random")])
 def test_equalization_loses_nothing_on_unseen_samples(samples, seed):
     """It lost 23 dB of an MLP with four samples, 13 dB with 64 and 2 dB with 1024: unseen values were clipped."""

@@ -165,14 +165,19 @@ PER_CHANNEL = {
 }
 
 
-SIGNED = ("to float", "from float", "between integers")
+SIGNED = ("between integers",)
+FURTHER = ("dequantize", "inside", "narrow", "quantize", "returned and read", "two scales")
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        *((case, torch.uint8) for case in PER_CHANNEL),
+        *((case, torch.uint8) for case in PER_CHANNEL if case not in FURTHER),
         *((case, torch.int8) for case in SIGNED),
+        *slow_params(
+            *((case, torch.uint8) for case in FURTHER),
+            reason="the same operators, without a function or with other readers",
+        ),
         *slow_params(
             *((case, torch.int8) for case in PER_CHANNEL if case not in SIGNED),
             reason="signed integers at borders that the cases above have with other operators, or unsigned",

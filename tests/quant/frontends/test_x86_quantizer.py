@@ -36,15 +36,10 @@ TRAINED = get_symmetric_quantization_config(is_qat=True)
     "name",
     slow_params_except(
         "sums in series",
-        "pool and power",
         "flatten, then int8",
-        "concatenation and pool",
         "a tensor twice",
-        "linear in series",
         "a linear called twice",
         "attention",
-        "convolution of one axis and function",
-        "a product that broadcasts",
         of=MODELS,
         reason="the other models have the same operators",
     ),
@@ -101,7 +96,7 @@ def test_float16_weights_are_one_cast_only(after):
 @pytest.mark.parametrize(
     "name",
     slow_params_except(
-        "sum and function", "function and pool", "no norm", of=TRAINING, reason="parts of the other models"
+        "no norm", of=TRAINING, reason="a norm and what follows it are folded in the other frontends, too"
     ),
 )
 def test_in_training_the_layer_with_a_folded_norm_is_quantized(name):
@@ -246,7 +241,18 @@ def every_type(m, x):
     return torch.matmul(z * torch.exp(z), m.c(z.unsqueeze(1)))
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    "kind",
+    slow_params_except(
+        nn.Conv2d,
+        F.linear,
+        F.max_pool2d,
+        torch.matmul,
+        torch.mul,
+        of=TYPES,
+        reason="another type that is left out by the same rule",
+    ),
+)
 def test_every_type_can_be_left_out(kind):
     """Modules and the functions of the same name are one type. torchao's table has ``nn.Conv2d`` in the place of
     ``nn.Conv1d``; ours has what is meant."""

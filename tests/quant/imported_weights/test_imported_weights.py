@@ -217,6 +217,7 @@ def test_channels_of_zeros_keep_the_other_integers():
     np.testing.assert_array_equal(constants(model, "0_weight")[0], weight.quantized.numpy())
 
 
+@pytest.mark.slow(reason="quantizes a further model; a recipe rounds weights again above")
 def test_a_batch_norm_behind_the_layer_rounds_its_weight_again_with_a_note():
     model = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 8))
     randomize(model).eval()

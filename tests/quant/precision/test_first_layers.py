@@ -81,6 +81,7 @@ def randomized_behind(model: nn.Sequential) -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.slow(reason="equalizes another model; what stays quantized is tested above")
 def test_a_layer_with_most_of_the_multiply_accumulates_stays_quantized():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     model[0].load_state_dict(edges()[0].state_dict())

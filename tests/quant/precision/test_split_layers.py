@@ -91,7 +91,7 @@ def layers_of(annotations: stages.Annotations) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    slow_params_except("rows", "lines", of=SPLIT, reason="operands of other layers that are split in the same way"),
+    slow_params_except("rows", of=SPLIT, reason="operands of other layers that are split in the same way"),
 )
 def test_operands_with_different_ranges_keep_scales_of_their_own(name):
     forward = SPLIT[name]
@@ -131,6 +131,7 @@ def test_kernels_give_the_bits_of_the_integer_graph(name):
     assert_same_bits((stages.compile(reference)(OTHERS),), (lowered(OTHERS),))
 
 
+@pytest.mark.slow(reason="quantizes a model for one note")
 def test_the_report_names_the_layer_and_the_ranges():
     coverage = intaglio.quantize(body(maps), [IMAGES], progress=False).coverage
     (note,) = [note for note in coverage.notes if "too different for one scale" in note]

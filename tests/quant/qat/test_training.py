@@ -63,7 +63,8 @@ def assert_same_gradients(prepared: PreparedQat, model: nn.Module) -> None:
 
 
 CASES = [
-    *(("conv", 2), ("transposed", 1), ("grouped", 2), ("linear", 1)),
+    *(("conv", 2), ("transposed", 1), ("linear", 1)),
+    *slow_params(("grouped", 2), reason="a convolution, which folds its norm as one of one group does"),
     *slow_params(
         *(("conv", 1), ("conv", 3), ("transposed", 2), ("transposed", 3)), reason="the same layers over other axes"
     ),
@@ -282,6 +283,7 @@ def test_dropout2d_drops_whole_feature_maps_while_training():
     assert not maps.all()
 
 
+@pytest.mark.slow(reason="captures a model for one reader of a dropout")
 def test_a_dropout_with_some_of_the_readers_drops_only_for_them():
     model = nets.randomize(
         Body(
@@ -563,6 +565,7 @@ def test_the_float_model_is_not_changed_and_its_state_can_be_loaded():
     assert torch.equal(prepared.get_parameter("0.weight"), model[0].weight)
 
 
+@pytest.mark.slow(reason="captures a model for the names of its parameters")
 def test_parameters_have_the_float_models_order_and_frozen_ones_stay_frozen():
     model = with_dropout()
     model[0].weight.requires_grad_(False)
@@ -628,6 +631,7 @@ def test_a_model_can_be_converted_again_after_more_training():
     assert not torch.equal(stages.convert(prepared)(x), first(x))
 
 
+@pytest.mark.slow(reason="trains a part and quantizes the whole")
 @pytest.mark.case("frontends C11")
 def test_a_part_is_trained_and_the_whole_quantized_afterwards():
     """C11: the part keeps the integers it was trained to, and all of it is one int8 program."""

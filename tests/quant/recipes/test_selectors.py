@@ -19,7 +19,7 @@ from support.slow_params import slow_params
 @pytest.mark.parametrize(
     "net",
     [
-        nets.Residual,
+        *slow_params(nets.Residual, reason="a network of residual blocks, with more names"),
         *slow_params(nets.OptionA, reason="another network of residual blocks"),
         nets.MultiOutput,
     ],

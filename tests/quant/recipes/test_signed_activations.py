@@ -73,6 +73,7 @@ def test_corrections_and_parameters_work_as_for_uint8():
     assert kept.keys() == {name for name in parameters.entries if not name.endswith(".weight")}
 
 
+@pytest.mark.slow(reason="quantizes with a callback; test_callbacks.py has their scales")
 def test_a_callback_gives_int8_scales_and_zero_points():
     reference = converted(callback=GlobalCalibrationCallback(1 / 64, 0))
     found = {q for q in reference.qparams.values() if q.axis is None and q.qmin == -128}

@@ -115,9 +115,8 @@ OPTIONS = {
     "options",
     slow_params_except(
         "layer norm, positions",
-        "no factors",
         of=OPTIONS,
-        reason="norms and biases that these two have as well, or the same norm written in another way",
+        reason="norms and biases that this one has as well, or the same norm written in another way",
     ),
 )
 def test_rotations_leave_the_float_function_as_it_was(options):
