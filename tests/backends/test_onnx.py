@@ -384,6 +384,7 @@ def test_recurrent_layers_run_in_float_on_integer_weights(layer, recipe, tmp_pat
 # ---- the file
 
 
+@pytest.mark.slow(reason="exports a model with nested results; state has names below")
 def test_inputs_outputs_dimensions_and_nodes_have_the_models_names(tmp_path):
     def body(m, image, scale):
         features = torch.relu(m.conv(image))

@@ -421,6 +421,7 @@ def test_a_search_without_a_metric_is_refused(run):
     assert "--evaluate" in err
 
 
+@pytest.mark.slow(reason="quantizes with a function as data; quantize prints its coverage above")
 def test_data_may_be_a_function_that_runs_the_model(run, folder):
     words = ("quantize", f"{MODULE}:net", "--data", f"{MODULE}:calibrate", "--out", "net.intaglio")
     code, _, err = run(*words)

@@ -17,6 +17,7 @@ from intaglio.cli.app import app
 from intaglio.cli.commands import doctor
 from support.command_line import runner
 from support.nets import randomize
+from support.slow_params import slow_params
 
 X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 MODULE = """
@@ -159,8 +160,11 @@ def test_every_command_has_quiet_and_json():
     [
         ("quantize", "brought_to_share:net", "--data", "brought_to_share:data", "--out", "again.intaglio"),
         ("inspect", "net.intaglio"),
-        ("diff", "net.intaglio", "net.intaglio"),
-        ("card", "net.intaglio"),
+        *slow_params(
+            (("diff", "net.intaglio", "net.intaglio"),),
+            (("card", "net.intaglio"),),
+            reason="commands that read a file as the others do",
+        ),
         ("verify", "net.intaglio"),
     ],
     ids=lambda words: words[0],

@@ -76,6 +76,7 @@ def programs(layers) -> dict[str, nn.Module]:
     return {isa: stages.compile(layers, isa=isa) for isa in RUNNABLE_ISAS}
 
 
+@pytest.mark.slow(reason="a program of every size for each set of instructions; test_program.py has depthwise layers")
 @given(isa=st.sampled_from(RUNNABLE_ISAS), batch=st.integers(1, 3), seed=st.integers(0, 1 << 20))
 def test_every_size_gives_the_bits_of_the_interpreter(layers, programs, isa, batch, seed):
     x = images(batch, 19, 17, seed) * 2
@@ -103,7 +104,7 @@ class Narrow(nn.Module):
 @pytest.mark.parametrize(
     "width",
     [
-        *slow_params(12, 17, reason="draws models and compiles each; every size runs in one program above"),
+        *slow_params(12, 17, reason="draws models and compiles each; test_program.py has depthwise layers"),
         *slow_params(16, reason="pixels fill vectors there as in lines of 12"),
     ],
 )

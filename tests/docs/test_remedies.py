@@ -24,6 +24,7 @@ from intaglio.output_paths import check_folder
 from support.custom_operators import MIRROR_ADD, mirror_add, soft_sign
 from support.nets import Body
 from support.project_files import ROOT, syntax_nodes
+from support.slow_params import slow_params
 
 PACKAGE = ROOT / "src" / "intaglio"
 TESTED_ELSEWHERE = ("mixed_precision", "quant", "tracing", "tune")
@@ -735,7 +736,24 @@ def load_and_convert() -> nn.Module:
     return eager.convert(prepared)
 
 
-@pytest.mark.parametrize("case", FAST, ids=lambda case: case.remedy)
+SEVERAL = (
+    "quantize the model with intaglio.eager, which takes sizes as they come",
+    "prepare and call the model as when the parameters were computed",
+    "convert without strict=True to run these operators in float",
+)
+"""Remedies that take several models."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in FAST if case.remedy not in SEVERAL),
+        *slow_params(
+            *((case,) for case in FAST if case.remedy in SEVERAL), reason="captures or records several models"
+        ),
+    ],
+    ids=lambda case: case.remedy,
+)
 def test_a_remedy_removes_the_error(case, tmp_path):
     follow(case, tmp_path)
 

@@ -182,7 +182,7 @@ def names(without: Collection[str] = (), always: Collection[str] = CASES) -> lis
     return slow_params_except(
         *(name for name in CASES if name in always and name not in (*LIKE_OTHERS, *without)),
         of=[name for name in CASES if name not in without],
-        reason="stages are called with it always; other cases are bound alike",
+        reason="stages are called with it always, or capture refuses it; other cases are bound alike",
     )
 
 
@@ -226,7 +226,9 @@ def quantized(name: str) -> Any:
     return intaglio.quantize(model, data, recipe="int8_dynamic" if "step" in name else None, progress=False)
 
 
-@pytest.mark.parametrize("name", names(always=(*IN_PARTS, "keyword arguments", "updated buffer")))
+@pytest.mark.parametrize(
+    "name", names(always=("unknown dataclass", "packed sequence as argument", "keyword arguments"))
+)
 def test_quantize_keeps_the_call(name):
     model, data, other = model_and_data(name)
     int8 = quantized(name)
@@ -275,7 +277,7 @@ def test_training_takes_the_batches_of_quantize(name):
     check_same(call(stages.convert(prepared.eval()), other), call(model.eval(), other))
 
 
-@pytest.mark.parametrize("name", names(NOT_DEFINED_BY_RUN, always=("keyword arguments", "updated buffer")))
+@pytest.mark.parametrize("name", names(NOT_DEFINED_BY_RUN, always=("keyword arguments",)))
 def test_define_by_run_models_take_the_batches_of_quantize(name):
     model, data, other = model_and_data(name)
     args, kwargs = ((), data[0]) if isinstance(data[0], dict) else (data[0], {})

@@ -47,6 +47,7 @@ def functional(m: nn.Module, x: Tensor) -> Tensor:
     return F.linear(torch.sigmoid(F.avg_pool2d(y, 2)).flatten(1), m.w)
 
 
+@pytest.mark.slow(reason="quantizes twice; files of recipes and of ranges have tests in quant")
 @pytest.mark.case("frontends A12", "problem 30")
 def test_a_recipe_and_ranges_from_files_reproduce_the_model(tmp_path):
     """A12: a model of the same weights, never calibrated, gives the same integers, functional operators included."""

@@ -138,6 +138,7 @@ def test_functions_after_layers_are_fused_with_and_without_quantization(name, qu
     assert (found - exact).abs().max() <= 0.03 * exact.abs().max()
 
 
+@pytest.mark.slow(reason="compiles layers with weights alone, which ops/products has in many forms")
 @pytest.mark.case("frontends C4")
 @pytest.mark.parametrize(
     "kind", [torch.float32, *slow_params(torch.bfloat16, reason="another type of the same weights")]
@@ -199,7 +200,7 @@ def test_smoothing_is_more_accurate_with_an_outlier_channel():
 @pytest.mark.parametrize(
     ("groups", "affine", "residual"),
     [
-        (3, True, "float"),
+        *slow_params((3, True, "float"), reason="the same loop to floats"),
         (3, True, "int8"),
         *slow_params((1, False, "float"), reason="one group without factors, in the same loop"),
     ],

@@ -137,6 +137,7 @@ def test_an_uncalibrated_model_is_an_error_not_garbage():
     assert site not in raised.value.where
 
 
+@pytest.mark.slow(reason="quantizes three models for the reasons of their float parts")
 @pytest.mark.case("problem 5")
 def test_every_float_part_has_a_reason_also_where_it_makes_no_floats():
     """Problem 5: a mask, an index, a count."""

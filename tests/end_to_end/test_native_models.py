@@ -515,7 +515,18 @@ numbers if results are quantized too: by default they are not."""
 
 
 @pytest.mark.case("backend 37")
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        "convolution + input",
+        "a sum of functions",
+        "a sum of sums",
+        "a pool alone",
+        "a pool behind a layer",
+        of=PLACES,
+        reason="other places of the same rules",
+    ),
+)
 def test_a_recipe_inserts_the_expected_number_of_quantizes(name):
     body, layers, expected = PLACES[name]
     reference, _ = quantized(nets.randomize(Body(body, **layers)), torch.randn(2, 3, 8, 8), recipe=ROUNDED)
@@ -553,7 +564,10 @@ INTEGERS = {
 
 
 @pytest.mark.case("frontends B27")
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except("sum", "convolution", "max pool", of=INTEGERS, reason="the same arithmetic of another layer"),
+)
 def test_integer_arithmetic_matches_quantize_and_dequantize(name):
     """B27 allows two steps; ours is one, on the same integers. Biases are int32."""
     body, layers = INTEGERS[name]

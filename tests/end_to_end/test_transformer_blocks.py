@@ -61,6 +61,7 @@ def test_a_feed_forward_block_is_three_partitions():
     assert_same(stages.compile(lowered)(TOKENS), lowered(TOKENS))
 
 
+@pytest.mark.slow(reason="compiles a block again with a float stream; transformer recipes run in test_transformers.py")
 @pytest.mark.case("backend 11")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_residual_stream_in_float_is_read_as_float(isa):
@@ -122,7 +123,7 @@ HALVES = {
     ("name", "half"),
     [
         ("conv", "bfloat16"),
-        ("ffn", "float16"),
+        *slow_params(("ffn", "float16"), reason="a feed-forward block in the other half type"),
         *slow_params(
             ("attention", "autocast"), reason="attention under autocast; the other blocks have both half types"
         ),
@@ -175,9 +176,7 @@ STRANGE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @pytest.mark.case("backend 31")
-@pytest.mark.parametrize(
-    "name", slow_params_except("double", "complex", of=STRANGE, reason="other operators of these types")
-)
+@pytest.mark.parametrize("name", slow_params_except("complex", of=STRANGE, reason="other operators of these types"))
 def test_complex_and_double_parts_stay_outside_the_program(name):
     """Case 31: complex and double parts are islands between partitions, or nothing at all."""
     parts = {"c": nn.Conv2d(3, 4, 3, padding=1), "d": nn.Conv2d(4, 4, 3, padding=1)}
@@ -244,9 +243,7 @@ MIXERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "name", slow_params_except("a sum and padding", "both", of=MIXERS, reason="parts of what the others read")
-)
+@pytest.mark.parametrize("name", slow_params_except("both", of=MIXERS, reason="parts of what the others read"))
 def test_a_convolution_over_time_reads_channels_that_a_linear_layer_mixed(name):
     """The linear layer reads the last axis and the convolution the second one, with a float residual stream between."""
     model = randomize(Body(MIXERS[name], a=nn.Linear(8, 8), b=nn.Linear(8, 7), c=nn.Conv1d(17, 15, 2)))

@@ -290,7 +290,14 @@ def test_the_comparison_detects_another_multiplier_of_keys(block):
     assert not torch.equal(lowered(BATCHES[0]), other(BATCHES[0]))
 
 
-@pytest.mark.parametrize("body", [lambda m, x: m.c(x)[0], lambda m, x: m.c(x)[1:], lambda m, x: m.c(x)[-1] + 1])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *slow_params(lambda m, x: m.c(x)[0], reason="other slices of the same axis"),
+        lambda m, x: m.c(x)[1:],
+        *slow_params(lambda m, x: m.c(x)[-1] + 1, reason="other slices of the same axis"),
+    ],
+)
 def test_slices_of_a_dynamic_batch_are_data_movement(body):
     model = Body(body, c=nn.Conv2d(3, 8, 3)).eval()
     prepared = prepare(capture(model, (torch.randn(4, 3, 8, 8),)))

@@ -133,6 +133,7 @@ def test_int8_operands_give_a_float32_result(isa, subtests):
     check(subtests, [Expected(row) for row in TO_FLOAT], isa, results="float")
 
 
+@pytest.mark.slow(reason="rows with both results; test_float_tails.py has kernels with two")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(isa, subtests):
     """With results that the recipe rounds, one kernel stores floats from the quantized values that it computes."""
@@ -323,6 +324,7 @@ def test_further_fusion_rows_of_other_engines_give_one_partition(gated, isa, sub
     check(subtests, rows, isa)
 
 
+@pytest.mark.slow(reason="compiles attention, which is one partition in test_transformer_blocks.py")
 @pytest.mark.case("patterns row 29", "patterns row 30")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_moved_products_softmax_and_attention_are_one_partition_each(isa, subtests):

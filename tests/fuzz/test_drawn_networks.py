@@ -18,6 +18,7 @@ from fuzz.findings import FAILURES, Finding, examine, shrunk, stored
 from fuzz.generators import COMPOSITIONS, GENERATORS, WITHOUT_GENERATOR
 from fuzz.network import Input, Network
 from intaglio.ops import BY_NAME
+from support.slow_params import slow_params_except
 
 SMALL = Network(
     (Input("x0", (3, 4, 6, 6)),),
@@ -59,7 +60,13 @@ def stored_cases():
     return groups
 
 
-@pytest.mark.parametrize("options", stored_cases(), ids=lambda options: options.shapes)
+@pytest.mark.parametrize(
+    "options",
+    slow_params_except(
+        *list(stored_cases())[1:], of=stored_cases(), reason="the largest group of networks that failed"
+    ),
+    ids=lambda options: options.shapes,
+)
 def test_networks_that_failed_once_agree(options):
     """Those of equal options stand side by side."""
     names, networks = zip(*stored_cases()[options], strict=True)

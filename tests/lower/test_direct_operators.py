@@ -105,6 +105,7 @@ def test_movement_without_a_record_needs_no_island():
         assert [one.shape for one in lowered(batch)] == [one.shape for one in model(batch)]
 
 
+@pytest.mark.slow(reason="compiles windows of a free size; other movement needs no island above")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_windows_of_sequences_of_any_length_need_no_island(isa):
     def windows(m, x):

@@ -277,6 +277,7 @@ def test_lowering_passes_are_idempotent(net):
         assert graph_text(graph) == graph_text(lowered.graph)
 
 
+@pytest.mark.slow(reason="lowers a larger network twice")
 def test_lowering_twice_gives_the_same_text_and_every_kind_has_a_record():
     model = nets.randomize(nets.OptionA())
     first, second = (quantized(model, nets.example(model, 4))[1] for _ in "ab")

@@ -209,6 +209,7 @@ def image(m, x):
     return m.d(z), torch.softmax(z, 1), z.sum(-1), wide, torch.log_softmax(y.permute(0, 2, 3, 1), -1), flat
 
 
+@pytest.mark.slow(reason="compiles a model of images; loops write into moved buffers below")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_images_are_read_and_written_in_their_memory_format(isa):
     layers = {"c": nn.Conv2d(3, 8, 3, padding=1), "d": nn.Conv2d(8, 5, 3, padding=1)}

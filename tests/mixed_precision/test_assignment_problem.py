@@ -80,6 +80,7 @@ def test_a_missing_solver_is_named_with_its_extra(monkeypatch):
         problem.solve(Quantity.ERROR, {})
 
 
+@pytest.mark.slow(reason="draws and solves problems; limits of drawn problems are kept above")
 @given(st.data())
 def test_a_problem_without_candidates_never_chooses_them(data):
     problem = data.draw(problems())

@@ -82,6 +82,7 @@ def test_the_printed_changes_are_an_argument_of_quantize():
     assert found.python in str(found)
 
 
+@pytest.mark.slow(reason="a search that needs two layers; other searches here need one")
 def test_a_search_leaves_nothing_in_float_that_the_metric_does_not_need():
     found = intaglio.search(layered_network(), [X], needs("a", "b"), **BY_SIZE)
     assert found.reached
@@ -106,6 +107,7 @@ def test_operators_a_user_leaves_in_float_stay_in_float_in_a_search():
     assert found.changes.keys() & {*LAYERS} == {"a"}
 
 
+@pytest.mark.slow(reason="two searches; a size that is not reached warns below")
 def test_a_metric_that_is_not_reached_gives_the_best_model_and_a_warning():
     model = layered_network()
 

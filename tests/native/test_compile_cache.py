@@ -430,6 +430,7 @@ def child_status(check) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.slow(reason="compiles units of the library; the library in the background is compiled once above")
 def test_units_that_were_built_ahead_are_not_compiled_again(fresh_cache, monkeypatch):
     units = library_units('#include "layers/matmul.h"\n')
     place = {"isa": machine.isas()[0], "toolchain": find_toolchain("units"), "folder": fresh_cache / "kernels"}

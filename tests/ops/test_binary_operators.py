@@ -170,6 +170,7 @@ def test_a_division_by_a_constant_with_a_zero_stays_in_float():
     assert any(skip.origin.operator == "aten.div.Tensor" for skip in prepared.annotations.skipped)
 
 
+@pytest.mark.slow(reason="quantizes a network to save it; products have a site each above")
 def test_a_product_with_a_one_pixel_first_factor_is_saved_and_loaded(tmp_path):
     """As EfficientNet writes it: ``scale * x``."""
     net = model(lambda m, x: m.last(m.pool(m.a(x)).sigmoid() * m.a(x)))

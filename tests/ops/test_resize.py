@@ -109,9 +109,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_params_except("sizes", "lines", of=MODELS, reason="other axes of the same kernel")
-)
+@pytest.mark.parametrize("name", slow_params_except("lines", of=MODELS, reason="other axes of the same kernel"))
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_upsampling_runs_in_int8(name, isa):
     """No island, the interpreter within one step of the reference, every instruction set equal to the interpreter."""

@@ -148,6 +148,7 @@ def test_parts_have_the_comparisons_of_the_model():
     assert found.coverage == case.quantized.coverage
 
 
+@pytest.mark.slow(reason="a report of the other door, which test_explanation.py has, too")
 def test_a_define_by_run_model_has_errors_but_no_times():
     case = report_models.define_by_run()
     found = case.report().data

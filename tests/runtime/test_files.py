@@ -93,6 +93,7 @@ def test_a_loaded_model_is_the_saved_one(net, tmp_path):
     assert second.read_bytes() == first.read_bytes()
 
 
+@pytest.mark.slow(reason="compiles a model with nested results; saved results of networks are tested above")
 def test_signatures_with_keywords_dictionaries_and_constants_are_saved(tmp_path):
     def body(m, d, scale=2, *, left=None):
         y = m.c(d["image"])
@@ -137,9 +138,7 @@ FLOAT_PARTS = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        "several results", "constants", "types and infinities", of=FLOAT_PARTS, reason="other operators of float parts"
-    ),
+    slow_params_except("constants", of=FLOAT_PARTS, reason="other operators of float parts"),
 )
 def test_float_islands_are_saved_and_loaded(name, tmp_path):
     model, lowered = built(FLOAT_PARTS[name], picture())
@@ -230,6 +229,7 @@ def test_an_example_that_does_not_fit_is_refused_before_anything_is_written(tmp_
 # ---- what cannot be saved
 
 
+@pytest.mark.slow(reason="compiles a model whose result is of a class")
 def test_structures_of_classes_are_refused_by_name(tmp_path):
     pair = namedtuple("pair", "a b")
     model, _ = built(lambda m, x: pair(m.c(x), m.c(x + 1)), picture())

@@ -150,6 +150,7 @@ def test_float_parts_run_and_are_reported_with_reasons():
         assert operator in str(model.coverage)
 
 
+@pytest.mark.slow(reason="quantizes a residual network with a part in float")
 @pytest.mark.case("problem 4", "problem 20")
 def test_assert_int8_requires_a_share_of_int8_macs():
     half = intaglio.quantize(nets.randomize(nets.Residual()), [picture()], skip=["fc", "stem.0"], progress=False)

@@ -119,6 +119,7 @@ def test_values_of_an_input_before_a_write_are_kept(body):
         assert min(sqnr(a.detach(), b.detach()) for a, b in zip(found, exact, strict=True)) > 25, stage
 
 
+@pytest.mark.slow(reason="quantizes a model to all stages for one refusal")
 def test_an_input_that_shares_memory_with_one_that_is_written_is_an_error():
     model = randomize(Body(lambda m, x, y: (x.add_(1), m.linear(y))[1], linear=nn.Linear(8, 8)))
     exact = model(shared := X.clone(), shared)

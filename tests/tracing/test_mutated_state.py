@@ -199,6 +199,7 @@ def test_in_place_operators_compute_the_same_as_in_eager_mode(body):
     assert all(sqnr(a, b) > 25 for pair in pairs for a, b in pair)
 
 
+@pytest.mark.slow(reason="quantizes a model with an island for its strides")
 @pytest.mark.case("backend 21")
 def test_an_operator_without_a_kernel_gets_strides_and_types_as_eager_has_them():
     """Case 21: a view made behind int8 convolutions, handed to a float part that asks for contiguous memory."""

@@ -104,6 +104,9 @@ ALIASES = {
 """Aliases of operators with and without a record, and the operators themselves."""
 
 
+@pytest.mark.slow(
+    reason="all aliases in one model that is quantized twice; they give the bits of their operators below"
+)
 @pytest.mark.parametrize(
     "door",
     [

@@ -501,13 +501,17 @@ LEFT_ALONE = {
 
 
 WITH_FREE_SIZES = ("seen writes", "views", "copies", "divided")
+FURTHER = ("convolutions", "divided", "layers", "norm", "residual")
 MATCHED = [(name, name in WITH_FREE_SIZES) for name in (*DECOMPOSED, *LEFT_ALONE)]
 
 
 @pytest.mark.parametrize(
     ("name", "free"),
     [
-        *MATCHED,
+        *(pair for pair in MATCHED if pair[0] not in FURTHER),
+        *slow_params(
+            *(pair for pair in MATCHED if pair[0] in FURTHER), reason="operators that the other models have as well"
+        ),
         *slow_params(
             *((name, not free) for name, free in MATCHED),
             reason="sizes are free in the models of views and copies always, and fixed in the others",

@@ -11,6 +11,7 @@ from intaglio.ir import Expression
 from support import nets
 from support.lowering import kinds, quantized
 from support.nets import Body
+from support.slow_params import slow_params
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -133,7 +134,14 @@ def test_functions_need_no_modules():
 @pytest.mark.case("problem 4")
 @pytest.mark.parametrize(
     "region",
-    [torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", enabled=False)],
+    [
+        torch.no_grad,
+        *slow_params(
+            torch.enable_grad,
+            lambda: torch.autocast("cpu", enabled=False),
+            reason="another mode around the same operators",
+        ),
+    ],
     ids=["no_grad", "enable_grad", "autocast off"],
 )
 def test_a_torch_function_mode_inside_forward_hides_no_operator(region):

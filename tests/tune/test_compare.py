@@ -59,6 +59,7 @@ def compared_with_automatic_sizes() -> Comparison:
     return intaglio.compare(model, intaglio.quantize(model, [X], recipe=UNCORRECTED, progress=False), [X])
 
 
+@pytest.mark.slow(reason="quantizes a residual network for each choice of sizes")
 @pytest.mark.parametrize(
     "free",
     [
@@ -77,6 +78,7 @@ def test_operators_are_compared_whatever_sizes_are_dynamic(free):
     assert intaglio.compare(model, int8, [X]).rows == compared_with_automatic_sizes().rows
 
 
+@pytest.mark.slow(reason="quantizes the network once more; selectors of rows are tested below")
 @pytest.mark.case("problem 36")
 def test_the_path_of_the_worst_layer_is_valid_for_skip():
     """Problem 36: what the report names, a recipe takes; the loss is gone."""
@@ -126,6 +128,7 @@ def test_the_accumulated_error_of_the_last_operator_is_that_of_the_result():
     assert report.results[0] == pytest.approx(sqnr(reference(x), model(x)), abs=1e-3)
 
 
+@pytest.mark.slow(reason="compares a residual network three times")
 @pytest.mark.case("frontends B12")
 def test_rows_of_a_comparison_have_stable_names():
     """Frontends B12: node, site and path do not depend on the run, the data or the stage the float side comes from."""

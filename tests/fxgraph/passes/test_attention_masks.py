@@ -150,6 +150,7 @@ def test_attention_weights_of_a_fully_masked_row_are_nan_and_named():
     assert weights[[0, 1, 3]].isfinite().all()
 
 
+@pytest.mark.slow(reason="captures an encoder again for one test of its mask")
 def test_an_encoder_that_tests_its_mask_for_causality_takes_it_as_it_is():
     model, mask = model_of("added, of pairs")
     model.body = lambda m, x, mask: m.layers(x, mask=mask)

@@ -7,7 +7,7 @@ from torch import nn
 import intaglio
 from support.nets import Body, randomize
 from support.side_by_side import SideBySide
-from support.slow_params import slow_params
+from support.slow_params import slow_params, slow_params_except
 
 DRAW = torch.Generator().manual_seed(0)
 X = torch.randn(5, 6, 4, 8, generator=DRAW)
@@ -53,7 +53,7 @@ def test_one_matrix_that_is_expanded_to_the_batch_is_the_weight_of_a_linear_laye
         assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()
 
 
-@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("padding", [0, *slow_params(2, reason="the same with padding")])
 def test_convolutions_with_time_first_are_int8(padding):
     """PyTorch's operator takes contiguous inputs only, which the result of a convolution in front of it is not."""
 
@@ -78,7 +78,7 @@ EXPANDED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPANDED)
+@pytest.mark.parametrize("name", slow_params_except("to a vector", of=EXPANDED, reason="expansions to other ranks"))
 def test_expansions_that_a_product_needs_are_kept(name):
     shape, forward = EXPANDED[name]
     model = Body(forward, first=nn.Linear(8, 8))

@@ -91,6 +91,7 @@ def test_padding_that_something_else_reads_stays():
     assert "constant" in pads(randomize(Body(body, a=nn.Conv2d(3, 6, 3), b=nn.Conv2d(6, 4, 1))))
 
 
+@pytest.mark.slow(reason="compiles a pool of free sizes; its values are compared above")
 def test_free_sizes():
     model = pooled((0, 1, 0, 1), -math.inf)
     dim = torch.export.Dim.DYNAMIC

@@ -202,7 +202,8 @@ RECIPES = {
 @pytest.mark.parametrize(
     "name",
     slow_params_except(
-        *("default", "dynamic", "int8 results", "4 bits"),
+        "default",
+        "int8 results",
         of=RECIPES,
         reason="one scale is tested with the kernels, and the recipe of transformers with the interpreter",
     ),
@@ -264,6 +265,7 @@ def test_multiply_accumulates_are_those_of_the_chosen_experts():
     assert few == 2 * (48 * 16 + 24 * 16) + 4 * 16 + 16 * 16
 
 
+@pytest.mark.slow(reason="compiles a further model; grouped layers run alone above")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_function_behind_a_grouped_layer_runs_on_its_tiles(isa):
     """Of rows behind all groups too, whose results are zeros."""

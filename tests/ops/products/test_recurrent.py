@@ -225,7 +225,9 @@ def test_steps_and_batch_are_free(mode, kind):
     everywhere(lowered, *[(torch.randn(b, t, 8),) for b, t in ((1, 1), (2, 30), (17, 3), (0, 4))])
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize(
+    "kind", slow_params_except("lstm", "rnn_relu", of=RECURRENT, reason="each kind is tested with states in cells")
+)
 def test_states_may_be_given_and_be_large(kind):
     """Beyond what a hidden state can become, laid in any order."""
     torch.manual_seed(0)
@@ -355,7 +357,7 @@ def test_parameters_of_weights_are_kept():
     assert all(torch.equal(a, b) for a, b in zip(tensors(again(x)), tensors(lowered(x)), strict=True))
 
 
-@pytest.mark.parametrize("mode", RECIPES)
+@pytest.mark.parametrize("mode", slow_params_except("dynamic", of=RECIPES, reason="the recipe with fewer operators"))
 def test_a_recurrent_model_is_saved_and_loaded(tmp_path, mode):
     torch.manual_seed(0)
     model, x = nn.GRU(6, 10, num_layers=2, bidirectional=True).eval(), torch.randn(5, 3, 6)

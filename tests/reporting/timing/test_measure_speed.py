@@ -61,6 +61,7 @@ def test_data_that_is_read_once_is_enough():
     assert intaglio.quantize(Layers().eval(), batches, measure=True, progress=False).measured is not None
 
 
+@pytest.mark.slow(reason="quantizes and times a model in parts")
 def test_of_a_model_in_parts_whole_calls_are_timed():
     model = intaglio.quantize(Branching().eval(), report_models.vectors(), measure=True, progress=False)
     assert isinstance(model, intaglio.PartlyQuantizedModel)

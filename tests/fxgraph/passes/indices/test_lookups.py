@@ -35,9 +35,7 @@ def ids_of(count, low=0):
 
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        "index_select", "an embedding with one axis of ids", of=LOOKUPS, reason="another spelling of the same lookup"
-    ),
+    slow_params_except("index_select", of=LOOKUPS, reason="another spelling of the same lookup"),
 )
 def test_tables_that_are_looked_up_are_int8(name):
     model = model_of(name)
@@ -53,9 +51,7 @@ def test_tables_that_are_looked_up_are_int8(name):
 
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        "index_select", "an embedding with one axis of ids", of=LOOKUPS, reason="another spelling of the same lookup"
-    ),
+    slow_params_except("an embedding with one axis of ids", of=LOOKUPS, reason="another spelling of the same lookup"),
 )
 def test_ids_behind_the_table_are_refused(name):
     found = intaglio.quantize(model_of(name), [ids_of(40)], progress=False)

@@ -88,7 +88,7 @@ def network(body) -> nn.Module:
 
 @pytest.fixture(
     scope="module",
-    params=slow_params_except("attention", "some edges", of=NETWORKS, reason="other sums over the same rows"),
+    params=slow_params_except("some edges", of=NETWORKS, reason="other sums over the same rows"),
 )
 def models(request):
     model = network(NETWORKS[request.param])
@@ -110,7 +110,7 @@ def test_networks_of_graphs_are_one_program(isa, models):
 
 @pytest.fixture(
     scope="module",
-    params=slow_params_except("convolution", "weights of edges", of=NETWORKS, reason="as programs they run always"),
+    params=slow_params_except("convolution", of=NETWORKS, reason="as programs they run always"),
 )
 def rewritten(request):
     """The graph of a model, and the same with all rows."""
