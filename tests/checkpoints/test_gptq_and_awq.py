@@ -66,9 +66,7 @@ def gptq_model(in_order):
         return exact, intaglio.from_checkpoint(folder)
 
 
-@pytest.mark.slow(
-    reason="compiles a model; its weights are compared with their definition above"
-)
+@pytest.mark.slow(reason="compiles a model; its weights are compared with their definition above")
 @pytest.mark.parametrize(
     "in_order", [False, *slow_params(True, reason="compressed-tensors has the same test with groups of neighbours")]
 )

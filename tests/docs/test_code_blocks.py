@@ -27,6 +27,7 @@ from support.torchvision_stub import import_torchvision
 PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.parent.name != "notebooks"]
 """Pages whose blocks run here; notebooks run in a kernel (test_notebook.py)."""
 LONG = (
+    "calibration",
     "capture",
     "corrections",
     "define_by_run",
@@ -38,6 +39,7 @@ LONG = (
     "inaccurate",
     "inductor",
     "migrate_onnxruntime",
+    "migrate_openvino",
     "migrate_torch",
     "mixed_precision",
     "onnx",
@@ -48,6 +50,7 @@ LONG = (
     "report",
     "shapes",
     "slow",
+    "training",
     "transformers",
     "tutorial",
 )

@@ -354,6 +354,7 @@ class Growing(nn.Module):
         return x
 
 
+@pytest.mark.slow(reason="records models that change while they are called")
 @pytest.mark.parametrize("how", [*slow_params("adds", reason="a module more is found by the same names"), "replaces"])
 def test_a_model_that_replaces_its_modules_is_refused(how):
     with pytest.raises(CaptureError, match="layers"):
@@ -386,6 +387,7 @@ class Failing(nn.Module):
         return torch.relu(self.inner(self.f(x), fail))
 
 
+@pytest.mark.slow(reason="prepares a failing model; failed calibration calls change nothing below")
 @pytest.mark.case("frontends B10")
 def test_an_exception_in_forward_leaves_no_state():
     """B10: in the example's call, in calibration, after convert; PyTorch itself is as it was."""

@@ -78,9 +78,7 @@ def batches(kind):
 @pytest.mark.case("frontends A4")
 @pytest.mark.parametrize(
     "kind",
-    slow_params_except(
-        Grouped, MultiOutput, of=[*IMAGES, *OTHERS], reason="larger networks, and layers of the other networks"
-    ),
+    slow_params_except(Grouped, of=[*IMAGES, *OTHERS], reason="larger networks, and layers of the other networks"),
     ids=lambda kind: kind.__name__,
 )
 def test_eager_and_export_mode_give_the_same_parameters_and_program(kind):

@@ -230,6 +230,7 @@ def test_preparing_leaves_buffers_and_attributes_as_they_were():
     assert model.calls == 0
 
 
+@pytest.mark.slow(reason="converts a model with a branch; views are written above")
 def test_a_branch_that_calibration_has_not_seen_writes_to_a_view_of_a_deferred_value():
     def body(m, x, write):
         y = m.f(x)

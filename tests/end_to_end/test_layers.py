@@ -158,6 +158,7 @@ def test_weights_may_be_integers_with_float_activations(kind, tmp_path):
     assert torch.equal(intaglio.load(tmp_path / "model.intaglio")(x), found)
 
 
+@pytest.mark.slow(reason="quantizes layers for one entry of a recipe; selectors have tests in quant/recipes")
 @pytest.mark.usefixtures("without_avx512")
 @pytest.mark.case("frontends C4")
 def test_one_of_several_layers_can_be_selected():

@@ -203,6 +203,7 @@ BOUNDS = ("relu6", "clamp")
 FEW_UNARY = ("clamp", "x * sigmoid", "gelu")
 
 
+@pytest.mark.slow(reason="a program of several functions; test_layers.py fuses functions with layers")
 @pytest.mark.parametrize(
     "anchor", ["conv2d", *slow_params("linear", reason="tails of linear layers have tests among the partitions below")]
 )
@@ -355,6 +356,7 @@ def test_a_norm_and_its_quantize_are_one_loop(isa):
     assert torch.equal(stages.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
 
 
+@pytest.mark.slow(reason="compiles one more product; a mask is added in attention, too")
 @pytest.mark.case("patterns row 27")
 @pytest.mark.parametrize("alpha", [0.3, *slow_params(1, reason="a factor of one")])
 def test_the_kernel_adds_the_input_of_baddbmm(alpha):

@@ -19,7 +19,7 @@ from intaglio.plan import BufferLifetime
 from intaglio.plan.arena import first_fit
 from support.matmul_cases import Case, case_data, cases, run
 from support.matmul_library import HAS_VBMI, RUNNABLE_ISAS, SOFTWARE_ISAS, int4_specs, kernels
-from support.slow_params import slow_params
+from support.slow_params import slow_params, slow_params_except
 
 SIZE_LIMIT = 1 << 21
 TESTED_ISAS = [*RUNNABLE_ISAS, *SOFTWARE_ISAS]
@@ -35,7 +35,14 @@ def check(isa: str, case: Case) -> None:
     assert (result.halo == case.zero_points[1]).all()
 
 
-@pytest.mark.parametrize("isa", TESTED_ISAS)
+@pytest.mark.parametrize(
+    "isa",
+    slow_params_except(
+        *(isa for isa in TESTED_ISAS if isa != "portable"),
+        of=TESTED_ISAS,
+        reason="portable code takes longest, and each of its kernels is compared below",
+    ),
+)
 @settings(max_examples=5 * settings.default.max_examples)
 @given(st.data())
 def test_random_convolutions_match_the_reference_on_any_schedule(isa, data):

@@ -63,6 +63,7 @@ def test_the_margin_grows_with_the_number_of_tries():
     assert objective.margin(None, 20) == 0
 
 
+@pytest.mark.slow(reason="a search, to print it")
 def test_the_text_of_a_result_names_confidence_and_standard_errors():
     found = intaglio.search(layered_network(), [X], depending_on("a", 2), max_drop=0.03, **BY_SIZE)
     assert "accepted from 0.97 on with a confidence of 95 %" in str(found)

@@ -209,6 +209,7 @@ def test_a_dynamic_linear_layer_is_the_dynamic_reference(mode):
         torch.testing.assert_close(model(given), expected, rtol=1e-4, atol=1e-4 * factor)
 
 
+@pytest.mark.slow(reason="quantizes and calls a model for each entry; quantized values are compared above")
 @pytest.mark.parametrize(
     "mode", slow_params_except("token", of=ROW_MODES, reason="numbers of each batch entry are tested above")
 )

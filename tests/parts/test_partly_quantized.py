@@ -114,6 +114,7 @@ def test_a_selector_that_matches_no_part_is_refused(routed, routed_data):
         intaglio.quantize(routed, routed_data, skip=["nothing"], progress=False)
 
 
+@pytest.mark.slow(reason="quantizes a model with tied weights; parts that stay in float are reported above")
 def test_a_part_whose_weights_are_read_outside_stays_in_float():
     class Tied(Routed):
         def forward(self, x: Tensor) -> Tensor:
@@ -222,6 +223,7 @@ class Asking(nn.Module):
         return found * scale if found.sum().item() > 0 else found[..., : self.backbone.size_of(x.shape[-1])]
 
 
+@pytest.mark.slow(reason="quantizes a model with methods of its own")
 def test_methods_and_the_data_type_of_a_part_can_be_asked_for():
     torch.manual_seed(0)
     model, x = Asking(reads=False).eval(), torch.rand(4, 3, 12, 12)

@@ -113,6 +113,7 @@ def test_float_parts_of_another_type_are_refused_before_their_bytes_are_misread(
         model(picture())
 
 
+@pytest.mark.slow(reason="compiles a model with several float parts")
 def test_values_between_float_parts_are_freed_after_their_last_use():
     def chain(model: nn.Module, x: Tensor) -> Tensor:
         first = model.c(x.atan2(torch.tensor(1.5)))

@@ -174,6 +174,7 @@ def test_encoders_have_no_note_about_caches(library):
     assert not captured.notes
 
 
+@pytest.mark.slow(reason="captures an encoder of images")
 def test_a_captured_image_encoder_has_no_mask(library):
     model, x = encoder(library, "ViT", image_size=32, patch_size=8), torch.randn(1, 3, 32, 32)
     captured = capture(model, x)

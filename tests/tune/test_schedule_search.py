@@ -236,6 +236,7 @@ def test_a_second_search_measures_nothing(lowered, nothing_known, narrow_is_fast
     assert len(narrow_is_fast) == count
 
 
+@pytest.mark.slow(reason="searches twice; a second search measures nothing above")
 def test_only_new_layers_are_timed(lowered, nothing_known, narrow_is_fast):
     inputs = random_sample(lowered.signature)
     search(lowered, RUNNABLE_ISAS[0], inputs)

@@ -104,6 +104,7 @@ def with_vector(body) -> nn.Module:
     return model
 
 
+@pytest.mark.slow(reason="a network of further products; those with matrices are int8 above")
 def test_products_with_a_constant_vector_are_linear_layers(subtests):
     """Each beside the others."""
     model = SideBySide({name: (with_vector(body), [X]) for name, body in VECTORS.items()}).eval()

@@ -331,6 +331,7 @@ class Heads(nn.Module):
         return self.o(found.transpose(1, 2).reshape(1, -1, 32))
 
 
+@pytest.mark.slow(reason="compiles attention with a cache; its buffers have the same bytes in every stage above")
 @pytest.mark.case("frontends C8")
 @pytest.mark.parametrize("pushed", [True, *slow_params(False, reason="a cache that is written otherwise")])
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)

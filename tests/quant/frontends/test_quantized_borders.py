@@ -105,6 +105,7 @@ def test_inductor_reads_int8_as_uint8():
                                     if "quantize_per_tensor" in str(node.target)])  # fmt: skip
 
 
+@pytest.mark.slow(reason="quantizes and saves another model; integers at borders are taken above")
 def test_quantize_keeps_the_integers_of_a_partly_quantized_model(tmp_path):
     class Part(nn.Module):
         def __init__(self):

@@ -264,6 +264,7 @@ def test_every_type_can_be_left_out(kind):
     assert annotated(model, setter(kind, None))[TYPES[kind]] == Annotation()
 
 
+@pytest.mark.slow(reason="captures a model for one rule; types are left out above")
 def test_skipping_a_convolution_skips_its_function_but_skipping_a_pool_does_not():
     model = Body(lambda m, x: F.max_pool2d(F.relu(m.a(x)), 2), a=conv())
     found = annotated(model, X86Quantizer().set_global(INT8).set_function_type(F.max_pool2d, None))

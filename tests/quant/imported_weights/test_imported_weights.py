@@ -261,6 +261,7 @@ def test_a_module_that_is_called_twice_and_other_readers_of_a_weight():
     assert len(constants(quantized, "a_weight")) == 1
 
 
+@pytest.mark.slow(reason="quantizes for scales that few files have; invalid weights are refused below")
 @pytest.mark.parametrize("scale", [*slow_params(-0.01, reason="the same rule as for zero"), 0.0])
 def test_scales_that_are_not_positive_stay_in_float(scale):
     weight = per_channel(48, 64)

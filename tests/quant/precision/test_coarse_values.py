@@ -120,6 +120,7 @@ def test_kernels_give_the_bits_of_the_integer_graph(name):
     assert_same_bits(tuple(results(stages.compile(reference)(OTHERS))), tuple(results(lowered(OTHERS))))
 
 
+@pytest.mark.slow(reason="quantizes a model for one note")
 def test_the_report_says_which_values_and_how_many_decibels():
     coverage = intaglio.quantize(body(refined), [IMAGES], progress=False).coverage
     (note,) = [note for note in coverage.notes if note.startswith("not rounded for readers of floats")]
@@ -170,6 +171,7 @@ class Masked(nn.Module):
         return self.second(tokens), torch.tanh(tokens) * attention_mask[:, :, None]
 
 
+@pytest.mark.slow(reason="equalizes a model with masks twice")
 def test_values_of_hidden_tokens_are_not_measured():
     model, mask = randomize(Masked()).eval(), torch.ones(16, 6, dtype=torch.long)
     x = torch.randn(16, 6, 8, generator=torch.Generator().manual_seed(0))

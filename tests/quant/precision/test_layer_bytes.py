@@ -84,9 +84,8 @@ MODELS = {
     ("name", "setting"),
     [
         ("residual", "both"),
-        ("depthwise", "both"),
         *slow_params(
-            *((name, "both") for name in MODELS if name not in ("residual", "depthwise")),
+            *((name, "both") for name in MODELS if name != "residual"),
             reason="other layers are split in the same way",
         ),
         *slow_params(

@@ -89,6 +89,7 @@ def layers_of(annotations: stages.Annotations) -> list[str]:
     return [region.anchor.name for region in annotations.regions if region.record.multiplies_weight]
 
 
+@pytest.mark.slow(reason="calibrates three models; kernels of split layers are compared below")
 @pytest.mark.parametrize(
     "name",
     slow_params_except("rows", of=SPLIT, reason="operands of other layers that are split in the same way"),

@@ -467,6 +467,7 @@ def test_any_integer_recipe_trains(setting):
     assert_evaluates_alike(prepared, x)
 
 
+@pytest.mark.slow(reason="trains with scales per token; linear layers train with the others above")
 def test_linear_layers_train_with_per_token_quantization():
     model, x = dropped(), torch.randn(5, 8)
     prepared = trainable(model, x, stages.Quantizer(intaglio.Recipe.named("int8_dynamic")))

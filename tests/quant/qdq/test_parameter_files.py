@@ -61,7 +61,7 @@ def _reference(setting: str):
 
 @pytest.mark.parametrize(
     "setting",
-    slow_params_except(SETTINGS[2], SETTINGS[5], of=SETTINGS, reason="other parameters of the same file"),
+    slow_params_except(SETTINGS[2], of=SETTINGS, reason="other parameters of the same file"),
 )
 def test_parameters_from_a_file_give_the_same_bits_without_data(setting, tmp_path):
     made = reference(setting)

@@ -204,6 +204,7 @@ def test_a_zero_weight_and_a_zero_group_stay_zero():
     assert_equal_quantized(reference, graph, x)
 
 
+@pytest.mark.slow(reason="registers a data type and quantizes with it")
 def test_six_bits_are_one_record(monkeypatch, tmp_path):
     monkeypatch.setitem(DATATYPES, "s6", Datatype("s6", ("weight",), DType.S8, -32, 31, bits=6, squares=True))
     monkeypatch.setitem(DATATYPES, "u6", Datatype("u6", ("activation",), DType.U8, 0, 63, zero_point=True))
@@ -324,6 +325,7 @@ def test_bits_and_activation_data_type_agree():
     assert Setting(bits=7).with_defaults(Setting(method="mse")).activation.name == "u7"
 
 
+@pytest.mark.slow(reason="one more layer of four bits")
 def test_a_transposed_convolution_of_groups_takes_four_bits():
     model = Body(lambda m, x: m.a(x), a=nn.ConvTranspose2d(4, 6, 3, groups=2))
     x = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0))

@@ -92,6 +92,7 @@ def test_numbers_of_buffers_that_calls_change_are_no_constants():
     assert torch.equal(stages.capture(counting, x)(x), counting.layer(x) * 2)
 
 
+@pytest.mark.slow(reason="quantizes a model that keeps results of several sizes")
 def test_an_int8_model_computes_for_each_size_what_it_keeps(model):
     int8 = intaglio.quantize(model, [images(8) for _ in range(2)], dynamic_shapes=SIZES)
     for shape in ((1, 7, 12), (3, 20, 5)):

@@ -216,6 +216,7 @@ def test_selectors_reach_into_bodies_and_past_them(skip, inside, outside):
     assert any(site.name == "a.weight" for site in prepared.annotations.sites) is outside
 
 
+@pytest.mark.slow(reason="compiles another loop; the loop above runs any number of times")
 @pytest.mark.case("frontends C8")
 def test_results_of_zero_iterations_do_not_alias_inputs():
     _, x, _, lowered = lowered_of("a weight that is outside too")
