@@ -16,7 +16,6 @@ import intaglio
 from support import nets
 from support.matmul_library import RUNNABLE_ISAS
 from support.nets import randomize
-from support.slow_params import slow_params_except
 
 INSTRUCTIONS = {"avx512vnni": ("vpdpbusd", 1), "avxvnni": ("vpdpbusd", 10), "avx2": ("vpmaddwd", 4)}
 """Instruction that multiplies, and how often the loops over steps of 4 bytes have it for one row and one block of 16
@@ -50,15 +49,7 @@ def disassembled(library: Path) -> dict[str, Counter[str]]:
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (Debian: apt install binutils)")
 @pytest.mark.parametrize("isa", [isa for isa in RUNNABLE_ISAS if isa in ("amx_int8", *INSTRUCTIONS)])
-@pytest.mark.parametrize(
-    "name",
-    slow_params_except(
-        "residual",
-        "perceptron",
-        of=NETWORKS,
-        reason="compiles another network; depthwise kernels have tests of their registers",
-    ),
-)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_kernels_multiply_by_the_instruction_of_their_set(name, isa):
     network, example = NETWORKS[name]
     model = intaglio.quantize(

@@ -162,9 +162,7 @@ BODIES = [
 
 @pytest.mark.parametrize(
     "body",
-    slow_params_except(
-        set_item, view_of_a_list, out_argument, of=BODIES, reason="other views that are written in the same ways"
-    ),
+    slow_params_except(view_of_a_list, out_argument, of=BODIES, reason="other views that are written in the same ways"),
     ids=lambda body: body.__name__,
 )
 def test_in_place_updates_are_visible_where_the_float_model_shows_them(body, caplog):

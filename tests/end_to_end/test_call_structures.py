@@ -182,7 +182,7 @@ def names(without: Collection[str] = (), always: Collection[str] = CASES) -> lis
     return slow_params_except(
         *(name for name in CASES if name in always and name not in (*LIKE_OTHERS, *without)),
         of=[name for name in CASES if name not in without],
-        reason="stages are called with it always, or capture refuses it; other cases are bound alike",
+        reason="its call is bound like those of other cases, and it is called in other tests",
     )
 
 
@@ -244,7 +244,7 @@ def test_compare_takes_the_batches_of_quantize(name):
     assert min(comparison.results) > 15
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_PARTS])
+@pytest.mark.parametrize("name", names(IN_PARTS))
 def test_stages_take_the_batches_of_quantize(name):
     model, data, other = model_and_data(name)
     prepared = stages.equalize(stages.prepare(captured(model, data[0])), data)

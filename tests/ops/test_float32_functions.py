@@ -205,6 +205,7 @@ def assert_same_bits(compiled, integer, x: torch.Tensor) -> None:
     assert all(torch.equal(*pair) for pair in zip(tensors(compiled(x)), tensors(integer(x)), strict=True))
 
 
+@pytest.mark.slow(reason="a program of nine layers with two functions; layers of several widths run below")
 @pytest.mark.parametrize(
     "pairs",
     [
@@ -239,7 +240,6 @@ def channels_of(count: int):
     return nn.Sequential(nn.Conv2d(4, count, 1), nn.Hardswish(), each, nn.SiLU())
 
 
-@pytest.mark.slow(reason="compiles layers of other widths; layers with functions are compared above")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @pytest.mark.parametrize(
     "counts",
@@ -275,7 +275,7 @@ def test_a_requantize_after_the_function_becomes_a_table(isa):
     assert torch.equal(stages.compile(integer, isa=isa)(x)[0], integer(x)[0])
 
 
-@pytest.mark.slow(reason="the oracle of the comparison above, on nine layers")
+@pytest.mark.slow(reason="the oracle of the comparison above, which is slow, too")
 def test_the_comparison_detects_another_slope():
     model, x = every_layer([TORCH["leaky_relu"]] * 2), torch.randn(2, 3, 11, 13)
     _, integer = quantized(model, x, recipe=ALL)
