@@ -218,8 +218,10 @@ def test_concurrent_calls_of_fused_products_match_in_many_shapes():
         *slow_params("v", reason="the same range without a middle in another operand"),
     ],
 )
-def test_attention_with_queries_keys_or_values_of_zeros_runs_in_int8(zero):
-    """Decoder queries of detectors begin as zeros, and pruned heads stay zeros: their range has no middle."""
+@pytest.mark.parametrize("factor", [0, 1e-41])
+def test_attention_with_queries_keys_or_values_of_zeros_runs_in_int8(zero, factor):
+    """Decoder queries of detectors begin as zeros, and pruned heads stay zeros: their range has no middle. That of
+    values below the smallest scale has one."""
 
     def forward(m, x):
         q, k, v = (layer(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for layer in (m.q, m.k, m.v))
@@ -227,7 +229,7 @@ def test_attention_with_queries_keys_or_values_of_zeros_runs_in_int8(zero):
 
     model = randomize(Body(forward, **{name: nn.Linear(32, 32) for name in "qkvo"}))
     for parameter in getattr(model, zero).parameters():
-        nn.init.zeros_(parameter)
+        parameter.data.mul_(factor)
     x = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(1))
     program = intaglio.quantize(model, [x], progress=False)
     assert program.coverage.macs == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.ao.quantization.fx._decomposed  # registers torch.ops.quantized_decomposed
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -186,6 +186,17 @@ def test_affine_represents_zero_exactly_and_the_range_to_half_a_step(low, high, 
 @pytest.mark.parametrize(("bounds", "zero_point"), [(U8, 0), (S8, 0), ((1, 15), 1), ((-9, -2), -2)])
 def test_an_all_zero_range_has_scale_one(bounds, zero_point):
     assert nm.affine_qparams(0.0, 0.0, *bounds) == (1.0, zero_point)
+
+
+@given(st.floats(0, 1e30), st.sampled_from([U8, S8, (1, 255), (-127, 127), (0, 15)]))
+@example(0.0, (1, 255))
+@example(1e-41, (1, 255))
+def test_a_symmetric_range_has_the_zero_point_in_the_middle(most, bounds):
+    scale, zero_point = nm.symmetric_qparams(most, *bounds)
+    assert abs(zero_point - (bounds[0] + bounds[1]) / 2) <= 0.5
+    assert scale == nm.affine_qparams(-most, most, *bounds).scale
+    if scale > nm.MIN_SCALE and most and sum(bounds) % 2 == 0:
+        assert (scale, zero_point) == nm.affine_qparams(-most, most, *bounds)
 
 
 def test_an_infinite_or_nan_range_is_refused():

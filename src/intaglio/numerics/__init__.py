@@ -98,7 +98,9 @@ from intaglio.numerics.scales import (
     pool_ratio,
     quantize_bias,
     squared_errors,
+    symmetric_qparams,
     symmetric_scale,
+    symmetric_zero_point,
     zero_point_term,
 )
 
@@ -186,7 +188,9 @@ __all__ = [
     "silu",
     "split_16bit",
     "squared_errors",
+    "symmetric_qparams",
     "symmetric_scale",
+    "symmetric_zero_point",
     "tanh_f32",
     "widen_to_16bit",
     "zero_point_term",

@@ -42,6 +42,21 @@ def affine_qparams(low: float, high: float, qmin: int, qmax: int) -> Affine:
     return Affine(scale, zero_point)
 
 
+def symmetric_zero_point(qmin: int, qmax: int) -> int:
+    """Return the zero point of ranges that are symmetric around zero."""
+    return int(np.rint((qmin + qmax) / 2))
+
+
+def symmetric_qparams(most: float, qmin: int, qmax: int) -> Affine:
+    """Return scale and zero point for the range [-most, most], as `affine_qparams` does, with the zero point in the
+    middle of qmin..qmax, also if the range holds nothing but zeros or is below the smallest scale.
+
+    Raises:
+        ValueError: as for `affine_qparams`.
+    """
+    return Affine(affine_qparams(-most, most, qmin, qmax).scale, symmetric_zero_point(qmin, qmax))
+
+
 def symmetric_scale(absmax: ArrayLike, qmax: int) -> FloatArray:
     """Return the scales ``absmax / qmax``, computed in float64 and stored in float32; an all-zero channel gets 1."""
     wide = np.asarray(absmax, np.float64)

@@ -136,12 +136,11 @@ def _activation(site: Site, chosen: Mapping[str, list[Range]]) -> QParams:
         return fixed_qparams(site, site.spec)
     if isinstance(site.spec, Observed):
         try:
-            symmetric = site.spec.symmetric
-            ends = [(min(a, -b), max(b, -a)) if symmetric else (a, b) for a, b in chosen[site.name]]
-            affines = [numerics.affine_qparams(low, high, site.qmin, site.qmax) for low, high in ends]
-            if symmetric:  # a range of zeros alone has no middle
-                middle = numerics.Affine(1.0, (site.qmin + site.qmax) // 2)
-                affines = [middle if low == high else q for q, (low, high) in zip(affines, ends, strict=True)]
+            if site.spec.symmetric:
+                most = [max(-low, high) for low, high in chosen[site.name]]
+                affines = [numerics.symmetric_qparams(end, site.qmin, site.qmax) for end in most]
+            else:
+                affines = [numerics.affine_qparams(*ends, site.qmin, site.qmax) for ends in chosen[site.name]]
         except ValueError as error:
             raise CalibrationError(site.name, site.origin.operator, str(error)) from error
     else:

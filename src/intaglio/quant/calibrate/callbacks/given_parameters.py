@@ -100,7 +100,7 @@ def _only_zero_point(site: Site) -> int | None:
     if site.role == Role.WEIGHT:
         return 0
     symmetric = isinstance(site.spec, Observed) and site.spec.symmetric
-    return (site.qmin + site.qmax) // 2 if symmetric else None
+    return numerics.symmetric_zero_point(site.qmin, site.qmax) if symmetric else None
 
 
 def _for_each_channel(found: QParams, site: Site, channels: int) -> QParams:
@@ -155,9 +155,10 @@ def _qparams_of_pair(site: Site, first: np.ndarray, second: np.ndarray) -> QPara
         if first.size != 1 or second.size != 1 or not first[0] <= second[0]:
             raise ValueError("a range must be a low and a high number")
         low, high = float(first[0]), max(float(second[0]), 0.0)
-        if _only_zero_point(site) is not None:
-            low, high = -max(-low, high), max(-low, high)
-        scale, zero = numerics.affine_qparams(low, high, site.qmin, site.qmax)
+        if _only_zero_point(site) is None:
+            scale, zero = numerics.affine_qparams(low, high, site.qmin, site.qmax)
+        else:
+            scale, zero = numerics.symmetric_qparams(max(-low, high), site.qmin, site.qmax)
         scales, zeros = (scale,), (zero,)
     if any(not site.qmin <= zero <= site.qmax for zero in zeros):
         raise ValueError(f"a zero point is outside [{site.qmin}, {site.qmax}]")
