@@ -275,6 +275,26 @@ def test_dynamic_shapes_are_refused_for_models_with_a_cache():
         intaglio.quantize(model, calibration("llama"), dynamic_shapes={"input_ids": None})
 
 
+@pytest.mark.slow(reason="quantizes two programs and their parts; encoder-decoders without experts are tested above")
+def test_encoder_decoders_with_experts_generate():
+    """Their forward reads fields of the encoder's result that tuples do not have. Experts are quantized in parts."""
+    sizes = {"vocab_size": 32, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_experts": 4}
+    layers = {"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    kind = library().SwitchTransformersForConditionalGeneration
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**sizes, **layers, decoder_start_token_id=0)).eval()
+    draw = torch.Generator().manual_seed(1)
+    data = [
+        {name: torch.randint(2, 31, (4, 9), generator=draw) for name in ("input_ids", "decoder_input_ids")}
+        for _ in range(3)
+    ]
+    quantized = intaglio.quantize(model, data, progress=False)
+    given = {"input_ids": data[0]["input_ids"], "max_new_tokens": 8, "do_sample": False}
+    tokens = quantized.generate(**given)
+    assert torch.equal(tokens, model.generate(**given))
+    assert torch.equal(tokens, quantized.generate(**given, use_cache=False))
+
+
 @pytest.mark.slow(reason="each model is captured and compiled")
 def test_models_without_a_cache_generate_by_computing_all_tokens_again():
     int8_model = intaglio.quantize(float_model("llama", use_cache=False), calibration("llama"))

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import MoEModelOutput
+from transformers.utils.generic import ModelOutput
 
 from intaglio.integrations.transformers.decoder_cache import (
     KeyValues,
@@ -164,7 +166,7 @@ def _encoder_arguments(config: Any, inputs: Mapping[str, Tensor], cross: KeyValu
     for tensor in tensors_of(cross):
         assume(tensor.shape[2] == keys.shape[2])
     hidden = keys.new_zeros(keys.shape[0], keys.shape[2], config.hidden_size)
-    given: dict[str, Any] = {"encoder_outputs": (hidden,)}
+    given: dict[str, Any] = {"encoder_outputs": encoder_result(hidden)}
     if "encoder_mask" in inputs:
         assume(inputs["encoder_mask"].shape[1] == keys.shape[2])
         given["attention_mask"] = inputs["encoder_mask"]
@@ -185,13 +187,19 @@ def encoder_module(model: PreTrainedModel, arguments: Sequence[str]) -> nn.Modul
     return _with_forward(model, forward)
 
 
+def encoder_result(hidden: Tensor) -> ModelOutput:
+    """Return the encoder's last hidden state as the library's encoders return it. It has the fields of models with
+    experts, which these read; the others read what all have."""
+    return MoEModelOutput(last_hidden_state=hidden)
+
+
 def cross_module(model: PreTrainedModel) -> nn.Module:
     """Return a module that computes the keys and values of cross-attention from the encoder's last hidden state."""
 
     def forward(self: Any, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         cache = EncoderDecoderCache(_empty_cache(), _empty_cache())
         tokens = torch.zeros(hidden.shape[0], 1, dtype=torch.long)
-        _call_with_cache(self, cache, {"encoder_outputs": (hidden,), "decoder_input_ids": tokens})
+        _call_with_cache(self, cache, {"encoder_outputs": encoder_result(hidden), "decoder_input_ids": tokens})
         return keys_and_values(cache.cross_attention_cache)
 
     return _with_forward(model, forward)

@@ -23,6 +23,7 @@ from intaglio.integrations.transformers.cached_steps import (
     StepNames,
     cross_module,
     encoder_module,
+    encoder_result,
     names_of,
     step_module,
 )
@@ -163,7 +164,7 @@ class FloatPrograms:
         call: dict[str, Any] = {self.names.tokens: inputs["tokens"]}
         if self.cross is not None:
             hidden = self.cross_call(self.first)[0][:1].repeat(inputs["tokens"].shape[0], 1, 1)
-            call["encoder_outputs"] = (hidden,)
+            call["encoder_outputs"] = encoder_result(hidden)
         return call
 
     def encoder_call(self, call: Mapping[str, Any]) -> tuple[dict[str, Tensor]]:
