@@ -194,6 +194,11 @@ MODELS = {
         "pass program.module()",
         lambda: stages.capture(torch.export.export(nn.Linear(4, 4), (X,)).module(), X),
     ),
+    "strides of a tensor that is not row-major": (
+        lambda: stages.capture(body(lambda m, x: m.l(x).t().as_strided((2, 2), (1, 2))), X),
+        "call it on tensor.contiguous()",
+        lambda: stages.capture(body(lambda m, x: m.l(x).t().contiguous().as_strided((2, 2), (1, 2))), X),
+    ),
     "a stage with state as a module": (
         lambda: stages.capture(Rows(), X).as_module(),
         "call the stage itself",

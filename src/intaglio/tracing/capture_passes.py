@@ -12,6 +12,7 @@ from intaglio.fxgraph.passes.identities import (
     drop_identity,
     view_to_reshape,
 )
+from intaglio.tracing.strided_views import refuse_strides
 
 CAPTURE_PASSES: tuple[Pass, ...] = (
     drop_assertions,  # first: each assertion would count as a reader of its value
@@ -20,6 +21,7 @@ CAPTURE_PASSES: tuple[Pass, ...] = (
     upcast_half_precision,  # before `drop_identity`: casts from half to float32 become identities
     drop_empty_parts,  # before `drop_identity`: a concatenation of one part is an identity
     drop_identity,
+    refuse_strides,
     simplify_attention_masks,  # last: its patterns do not match across copies
 )
 """Passes for inference and training. Constants are not folded here, because weights change in training."""

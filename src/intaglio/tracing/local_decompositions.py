@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from intaglio.torch_private import OpOverload, forget_new_symbols, schema_of, size_expression
+from intaglio.tracing.strided_views import select_by_strides
 
 aten = torch.ops.aten
 
@@ -201,7 +202,13 @@ def _chunks(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return _call(graph, aten.split.Tensor, (x, -(-size // count), axis))
 
 
+def _strided(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Insert a selection of the elements that strides reach, or return `None`."""
+    return select_by_strides(graph, node, _sizes(graph, node.meta["val"]))
+
+
 RESHAPING = {
+    aten.as_strided.default: _strided,
     aten.chunk.default: _chunks,
     aten.expand_as.default: _expanded,
     aten.flatten.using_ints: _flattened,

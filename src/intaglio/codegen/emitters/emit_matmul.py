@@ -17,7 +17,7 @@ from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
 from intaglio.codegen.winograd_packing import transform_weights, transformed_bytes
 from intaglio.codegen.writer import Code
-from intaglio.ir import Op
+from intaglio.ir import Op, Shape
 from intaglio.kernels import TileSpec
 from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES
 from intaglio.kernels.winograd_sizes import FEWEST_PIXELS
@@ -99,9 +99,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     """)
     _tiles(code, context, plan, kernel)
     if kernel.transforms:
-        _transformed(code, context, plan, piece, kernel)
-        if any(not isinstance(size, int) for size in context.graph.types[anchor.output].shape[2:]):
-            code(f"if (m.out.height * m.out.width < {FEWEST_PIXELS}) m.transformed = 0;")
+        _transformed(code, context, plan, piece, kernel, context.graph.types[anchor.output].shape[2:])
     if kernel.int4:
         _int4_weights(code, context, plan, kernel.int4, kernel.expands, partition.output)
     if kernel.looks_up:
@@ -139,13 +137,17 @@ def _tiles(code: Code, context: Context, plan: PanelPacking, kernel: TiledKernel
         code(f"m.widened_kernels = {kernels}, m.widened_last_kernels = {last_kernels};")
 
 
-def _transformed(code: Code, context: Context, plan: PanelPacking, piece: Piece, kernel: TiledKernel) -> None:
-    """Print the weights and the microkernels for Winograd's method."""
+def _transformed(
+    code: Code, context: Context, plan: PanelPacking, piece: Piece, kernel: TiledKernel, sizes: Shape
+) -> None:
+    """Print the weights and the microkernels for Winograd's method, for images with these sizes."""
     kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, sums=True))
     code(f"m.sums_kernels = {kernels}, m.sums_last_kernels = {last_kernels};")
     size, key = transformed_bytes(plan, piece.shape[1]), (*piece.identity, plan, "transformed")
     weights = context.packed(size, key, lambda: transform_weights(piece.read(), plan), "int16_t", "transformed")
     code(f"m.transformed = {weights};")
+    if any(not isinstance(size, int) for size in sizes):
+        code(f"if (m.out.height * m.out.width < {FEWEST_PIXELS}) m.transformed = 0;")
 
 
 def _int4_weights(code: Code, context: Context, plan: PanelPacking, tile: TileSpec, expands: bool, output: str) -> None:
