@@ -6,7 +6,7 @@
 #include "base/intrinsics.h"
 #include "base/numerics.h"
 
-enum { BLOCK_PIXELS = 64 };
+enum { INTERLEAVED_PIXELS = 64 };
 
 static inline struct ClipBounds bounds_of(const struct Affine* q) {
     return clip_bounds(q->inverse, q->offset, q->zero_point, q->low, q->high);
@@ -262,7 +262,7 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
 // Return the end of the pixels of a row that are interleaved together from pixel x on: all, or so many that they stay
 // in the first-level cache while further planes are read, but none too few for a vector at the end of the row.
 static inline int64_t end_of_block(int64_t x, int64_t width, int64_t channels) {
-    return channels <= PLANES || width - x < BLOCK_PIXELS + PLANE ? width : x + BLOCK_PIXELS;
+    return channels <= PLANES || width - x < INTERLEAVED_PIXELS + PLANE ? width : x + INTERLEAVED_PIXELS;
 }
 
 // Quantize `count` values that are `from_step` floats apart, to bytes that are `to_step` apart, and return how many are

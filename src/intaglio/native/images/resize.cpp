@@ -29,13 +29,13 @@ LIBRARY void upsample_nearest(const struct Image* in, const struct Image* out, i
 enum { BLENDED = 2048 };  // interpolated values of a row that are kept, so that two rows stay in the first-level cache
 
 // Some neighbouring results of a row: all channels of some pixels, or some channels of one pixel.
-struct Span {
+struct ResultSpan {
     int64_t pixel, end, channel, channels;
 };
 
 // Interpolate values of a row between columns, minus the zero point: [pixel][channel]. Vectors may reach into the next
 // pixel of the row, whose values are written after them.
-static void blend_columns(const struct Blend* b, const uint8_t* row, const struct Span* s, float* to) {
+static void blend_columns(const struct Blend* b, const uint8_t* row, const struct ResultSpan* s, float* to) {
     const int64_t channels = b->in.pixel;
     for (int64_t x = s->pixel; x < s->end; ++x, to += s->channels) {
         const struct Between columns = between(&b->column, x);
@@ -63,7 +63,7 @@ static void blend_columns(const struct Blend* b, const uint8_t* row, const struc
 
 // Interpolate between two rows of such values, and quantize the results. `row`: the row of results.
 static void blend_rows(const struct Blend* b, const float* above, const float* below, const float* v,
-                       const struct Span* s, uint8_t* row) {
+                       const struct ResultSpan* s, uint8_t* row) {
     const struct Limits* q = b->limits;
     const int64_t channels = b->out.pixel, count = (s->end - s->pixel) * s->channels;
     const float factor = b->factor[0];
@@ -90,7 +90,7 @@ static void blend_rows(const struct Blend* b, const float* above, const float* b
 
 // The results of a row and of the rows after it often lie between the same two rows, whose columns are interpolated
 // once.
-static void upsample_span(const struct Blend* b, const struct Span* s, int thread, int threads) {
+static void upsample_span(const struct Blend* b, const struct ResultSpan* s, int thread, int threads) {
     float blended[2][BLENDED + WIDE] __attribute__((aligned(64))) = {};
     const uint8_t* held[2] = {0, 0};
     FOR_EACH_ROW(&b->out) {
@@ -110,7 +110,7 @@ static void upsample_span(const struct Blend* b, const struct Span* s, int threa
 
 LIBRARY void upsample_linear(const struct Blend* b, int thread, int threads) {
     const int64_t channels = b->out.pixel, width = b->out.width;
-    struct Span s;
+    struct ResultSpan s;
     for (s.channel = 0; s.channel < channels; s.channel += s.channels) {
         s.channels = at_most(BLENDED, channels - s.channel);
         const int64_t together = s.channels == channels ? BLENDED / channels : 1;
