@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import intaglio
+from intaglio import stages
+from intaglio.errors import CaptureError
 from support.lowering import sqnr
 from support.nets import Body
 from support.recipes import UNCORRECTED
@@ -43,3 +45,26 @@ def test_strides_select_the_elements_that_they_select_in_the_float_model(name):
     assert program.coverage.islands == 0
     for batch in (x, x[:1], x[:3]) if name != "of the whole batch" else (x,):
         assert sqnr(program(batch), model(batch)) > 30
+
+
+def test_a_view_sees_what_is_written_into_its_tensor_later():
+    def body(m, x):
+        y = m.tokens(x) * 1.0
+        view = y.as_strided((y.size(0), 4), (16, 2))
+        y.mul_(-2.0)
+        return m.last(view)
+
+    model, x = Body(body, tokens=nn.Linear(16, 16), last=nn.Linear(4, 4)).eval(), torch.randn(6, 16)
+    captured = stages.capture(model, (x,))
+    assert torch.allclose(captured(x[:3]), model(x[:3]), atol=1e-6)
+
+
+def test_writes_by_strides_are_refused():
+    def body(m, x):
+        y = m.tokens(x) * 1.0
+        y.as_strided((y.size(0), 4), (16, 2)).zero_()
+        return m.last(y)
+
+    model = Body(body, tokens=nn.Linear(16, 16), last=nn.Linear(16, 4)).eval()
+    with pytest.raises(CaptureError, match="it writes by strides"):
+        stages.capture(model, (torch.randn(6, 16),))

@@ -75,6 +75,23 @@ def decompose_single_operators(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
+def replace_strided_views(program: ExportedProgram) -> None:
+    """Replace ``as_strided`` of row-major tensors by operators that select the same elements. Nothing writes into them:
+    the program has no operators in place any more.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is not aten.as_strided.default:
+            continue
+        first, result = node.args[0].meta["val"].shape[:1], node.meta["val"].shape[:1]
+        batch = bool(first and result) and _is_same_size(first[0], result[0])
+        with graph.inserting_before(node):
+            found = select_by_strides(graph, node, _sizes(graph, node.meta["val"]), batch)
+        if found is not None:
+            _replace(program, node, found)
+    program.graph_module.recompile()
+
+
 def _replace(program: ExportedProgram, node: fx.Node, found: fx.Node) -> None:
     """Replace a node, which may be a result of the program."""
     found.meta = found.meta or dict(node.meta)
@@ -202,13 +219,7 @@ def _chunks(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return _call(graph, aten.split.Tensor, (x, -(-size // count), axis))
 
 
-def _strided(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Insert a selection of the elements that strides reach, or return `None`."""
-    return select_by_strides(graph, node, _sizes(graph, node.meta["val"]))
-
-
 RESHAPING = {
-    aten.as_strided.default: _strided,
     aten.chunk.default: _chunks,
     aten.expand_as.default: _expanded,
     aten.flatten.using_ints: _flattened,
@@ -265,9 +276,11 @@ def _size_of_input(graph: fx.Graph, size: torch.SymInt) -> fx.Node | None:
     return None
 
 
-def _is_same_size(size: int | torch.SymInt, other: torch.SymInt) -> bool:
-    """Return whether two sizes are the same expression, without adding a guard."""
-    return isinstance(size, torch.SymInt) and bool(size_expression(size) == size_expression(other))
+def _is_same_size(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Return whether two free sizes are the same expression, without adding a guard."""
+    if isinstance(size, int) or isinstance(other, int):
+        return False
+    return bool(size_expression(size) == size_expression(other))
 
 
 def _is_unseen_write(node: fx.Node) -> bool:

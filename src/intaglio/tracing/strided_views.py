@@ -15,71 +15,73 @@ from intaglio.fxgraph.node_info import origin
 aten = torch.ops.aten
 
 
-def select_by_strides(graph: fx.Graph, node: fx.Node, sizes: Sequence[int | fx.Node] | None) -> fx.Node | None:
+BY_STRIDES = (aten.as_strided.default, aten.as_strided_scatter.default)
+"""Operators that read or write memory by strides."""
+
+
+def select_by_strides(
+    graph: fx.Graph, node: fx.Node, sizes: Sequence[int | fx.Node] | None, batch: bool
+) -> fx.Node | None:
     """Insert operators that select what a call of ``as_strided`` reads, from the flat rows of a row-major tensor.
 
     Args:
         graph: the graph.
         node: the call.
         sizes: the sizes of its result; ``None`` if they are not known where the program begins.
+        batch: whether the first size is free, and the same in the tensor and in the result.
 
     Returns:
-        the node with the result; ``None`` if the tensor is not row-major, or if other sizes than the first are free.
+        the node with the result; ``None`` if the tensor is not row-major, or if other sizes than the batch are free.
     """
     x, strides = node.args[0], node.args[2]
     before, after = x.meta["val"], node.meta["val"]
     offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
-    numbers = [*before.shape[1:], *after.shape[1:], *strides, offset or 0]
-    if sizes is None or not before.dim() or not after.dim() or not all(isinstance(one, int) for one in numbers):
+    axis = int(batch)
+    numbers = [*before.shape[axis:], *after.shape[axis:], *strides, offset or 0]
+    if sizes is None or not all(isinstance(number, int) for number in numbers):
         return None
-    if before.storage_offset() or not before.is_contiguous():
-        return None
-    row = math.prod(before.shape[1:])
-    if isinstance(before.shape[0], int) and isinstance(after.shape[0], int):
-        flat, axis, read = [before.shape[0] * row], 0, range(after.dim())
-    elif before.shape[0] is after.shape[0] or before.shape[0].node.expr == after.shape[0].node.expr:
-        flat, axis, read = [sizes[0], row], 1, range(1, after.dim())
-    else:
-        return None
+    row = math.prod(before.shape[axis:])
+    read = range(axis, after.dim())
     last = (offset or 0) + sum((after.shape[i] - 1) * strides[i] for i in read)
-    if last >= flat[-1] or (axis and strides[0] != row):
+    if before.storage_offset() or not before.is_contiguous() or last >= row or (batch and strides[0] != row):
         return None
-    place = _inserted(graph, before, aten.arange.default, (1,), {"dtype": torch.int64})
-    place = _inserted(graph, before, aten.add.Tensor, (place, offset or 0))
+    places = _inserted(graph, node, aten.arange.default, (1,))
+    places = _inserted(graph, node, aten.add.Tensor, (places, offset or 0))
     for i in read:
-        steps = _inserted(graph, before, aten.arange.default, (after.shape[i],), {"dtype": torch.int64})
-        steps = _inserted(graph, before, aten.mul.Tensor, (steps, strides[i]))
-        place = _inserted(graph, before, aten.unsqueeze.default, (place, -1))
-        place = _inserted(graph, before, aten.add.Tensor, (place, steps))
-        place = _inserted(graph, before, aten.reshape.default, (place, [-1]))
-    rows = _inserted(graph, before, aten.reshape.default, (x, flat))
-    found = _inserted(graph, before, aten.index_select.default, (rows, axis, place))
-    return graph.create_node("call_function", aten.reshape.default, (found, list(sizes)), name="reshape")
+        steps = _inserted(graph, node, aten.arange.default, (after.shape[i],))
+        steps = _inserted(graph, node, aten.mul.Tensor, (steps, strides[i]))
+        places = _inserted(graph, node, aten.unsqueeze.default, (places, -1))
+        places = _inserted(graph, node, aten.add.Tensor, (places, steps))
+        places = _inserted(graph, node, aten.reshape.default, (places, [-1]))
+    rows = _inserted(graph, node, aten.reshape.default, (x, [*sizes[:axis], row]))
+    found = _inserted(graph, node, aten.index_select.default, (rows, axis, places))
+    return _inserted(graph, node, aten.reshape.default, (found, list(sizes)))
 
 
 def refuse_strides(module: fx.GraphModule) -> int:
-    """Refuse calls of ``as_strided`` that are left: tensors of a compiled program have other strides than PyTorch's.
+    """Refuse operators that use strides and are left: tensors of a compiled program have other strides than PyTorch's.
 
     Raises:
         CaptureError: there is one.
     """
     for node in module.graph.nodes:
-        if node.target is aten.as_strided.default:
+        if node.target in BY_STRIDES:
             where = origin(node)
             raise CaptureError(
                 where.path,
-                "aten.as_strided.default",
-                "it reads memory by strides, and its tensor is not row-major or has free sizes beside the batch",
+                str(node.target),
+                "it writes by strides, or reads by them from a tensor that is not row-major or has free sizes beside "
+                "the batch",
                 remedy="call it on tensor.contiguous(), with sizes that do not change, or use unfold or slices",
                 source=where.source,
             )
     return 0
 
 
-def _inserted(graph: fx.Graph, like: torch.Tensor, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-    """Insert a call and compute its value with the sizes of a tensor of the exported graph."""
-    node = graph.create_node("call_function", target, args, kwargs, name=target.overloadpacket.__name__)
-    values, named = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    with like.fake_mode:  # type: ignore[attr-defined]
-        node.meta = {"val": target(*values, **named)}
-    return node
+def _inserted(graph: fx.Graph, node: fx.Node, target: Any, args: Any) -> fx.Node:
+    """Insert an operator in the place of another node, and compute its value with the sizes of the exported graph."""
+    found = graph.create_node("call_function", target, args, name=target.overloadpacket.__name__)
+    mode: Any = node.meta["val"].fake_mode
+    with mode:
+        found.meta = {**node.meta, "val": target(*fx.map_arg(args, lambda operand: operand.meta["val"]))}
+    return found

@@ -47,7 +47,11 @@ from intaglio.tracing.export_metadata import (
     tensor_of,
 )
 from intaglio.tracing.free_dimensions import Sizes, example_sizes, free_sizes, input_type, ranges_of
-from intaglio.tracing.local_decompositions import CONSTANT_KINDS, decompose_single_operators
+from intaglio.tracing.local_decompositions import (
+    CONSTANT_KINDS,
+    decompose_single_operators,
+    replace_strided_views,
+)
 from intaglio.tracing.loops.unroll_scans import unroll_loops
 from intaglio.tracing.loops.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 from intaglio.tracing.operator_aliases import resolve_aliases
@@ -70,7 +74,9 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
             decompose_single_operators(program)  # first: no kernels of batch norms run to find aliases
             resolve_aliases(program)
-            return restore_torch_operators(decompose_used_composites(program))
+            program = restore_torch_operators(decompose_used_composites(program))
+            replace_strided_views(program)
+            return program
     except Exception as error:
         if ALIASED in str(error) and (shared := _shared_memory(model)):
             raise CaptureError(
