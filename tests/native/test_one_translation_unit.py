@@ -15,7 +15,7 @@ INSIDE_ANOTHER_HEADER = ("depthwise_vectors.h",)
 
 
 def errors_of(text: str, isa: str) -> str:
-    """What the compiler has against a file for an instruction set, which it does not translate."""
+    """Return the compiler's messages about a file for an instruction set. No code is generated."""
     flags = [flag for flag in COMPILE_FLAGS if flag != "-shared"]
     command = [config.compiler(), *flags, *ISA_FLAGS[isa], f"-I{HEADER_FOLDER}", "-fsyntax-only", "-x", "c++", "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True).stderr

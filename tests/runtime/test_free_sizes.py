@@ -164,7 +164,7 @@ def test_programs_have_the_bits_of_the_interpreter_at_any_size(name, isa, data):
     assert same(program(name, isa)(x), expected), (isa, x.shape)
 
 
-@pytest.mark.skipif("avx2" not in RUNNABLE_ISAS, reason="needs AVX2")
+@pytest.mark.skipif("avx2" not in RUNNABLE_ISAS, reason="Winograd's method is used with AVX2 only")
 @pytest.mark.parametrize("size", [(9, 9), (14, 31), (6, 300)])
 def test_images_of_few_and_of_many_pixels_have_the_bits_of_the_interpreter(size):
     """The second and the third by Winograd's method, the last in parts of lines."""

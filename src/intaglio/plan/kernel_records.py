@@ -23,7 +23,7 @@ class TiledKernel:
         expands: With more rows than ``int4`` has, panels of 4-bit weights are expanded to int8 in memory.
         widens: The input is widened to 16 bits before all panels of weights are multiplied by it, where the sizes in
             memory allow this.
-        transforms: Winograd's method computes the layer where its lines are small enough.
+        transforms: Winograd's method computes the layer where its images are large enough.
     """
 
     tile: TileSpec

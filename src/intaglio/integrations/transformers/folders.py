@@ -102,7 +102,7 @@ def configs_of(
 
 
 Numbering = Literal["tokens", "mask"] | int | None
-"""How a model computes the positions of tokens in calls without ``position_ids``.
+"""The ways in which models compute the positions of tokens in calls without ``position_ids``.
 
 * ``"tokens"``: 0, 1, 2 and so on for all tokens, also those of padding;
 * ``"mask"``: 0, 1, 2 and so on for the tokens where the padding mask is 1, and 0 for the others;

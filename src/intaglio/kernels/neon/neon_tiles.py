@@ -16,8 +16,8 @@ bytes. Two steps of 6 pixels by 16 outputs, 768 products, take
     weights      4 loads of two registers, 8 interleavings of the four channels of two steps
     products     24
 
-and 2 instructions of the loop, 44 in all. Tiles of up to `DOT_ROWS` pixels take no fewer instructions this way, and
-use dot products of signed and unsigned bytes.
+and 2 instructions of the loop, 44 in all. Tiles of up to `DOT_ROWS` pixels use
+dot products of signed and unsigned bytes.
 
 So an instruction does 12.9 products with `NEON_DOT` and 17.5 with `NEON_I8MM`. The kernels of XNNPACK for 4 rows by 16
 outputs do 13.0 (4x16c4-minmax-rndnu-aarch64-neondot-ld128.S) and 17.7 (qs8-qc8w-gemm-4x16c8-minmax-fp32-neoni8mm.c, one
@@ -37,6 +37,7 @@ from intaglio.kernels.tile_spec import TileSpec, tile_offset
 
 NEON_TILE_ROWS = {1: 6}
 DOT_ROWS = 3
+"""Largest number of pixels of a tile for which products of matrices take no fewer instructions than dot products."""
 NEON_REGISTERS = """
 // x0-x5 activations of each pixel, x6 and x10 number of taps and those left, x8 bytes between rows of taps, x9 rows of
 // taps left, x11 row of taps, x12 tap, x13 steps left, x14 weights, x15 bytes between pixels, x16 steps of a tap, x17
@@ -55,9 +56,9 @@ class NeonLoop:
     Attributes:
         pixels: Pixels that have a register with their address.
         start: Write what ``start`` points to into all sums.
-        steps: Steps that ``block`` does.
-        block: Do so many steps.
-        step: Do one step.
+        steps: Number of steps of ``block``.
+        block: Add the products of so many steps.
+        step: Add the products of one step.
         end: Store the sums, pixel by pixel, to the address in x0.
     """
 

@@ -122,8 +122,6 @@ static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
 #if defined(__AVX2__)
 enum { PLANES = 4 };  // interleaved at once, at most
 
-static inline void store_lanes(uint32_t* to, Dwords dwords) { memcpy(to, &dwords, sizeof dwords); }
-
 // Constants that quantize a channel. The bounds are integers, so values may be clamped before they are rounded.
 struct Steps {
     Plane inverse, offset, least, most, clip_least, clip_most, clip_masked;
@@ -157,7 +155,7 @@ static inline void store_channels(uint8_t* to, Dwords dwords, int64_t channels, 
         return;
     }
     uint32_t lanes[PLANE];
-    store_lanes(lanes, dwords);
+    memcpy(lanes, &dwords, sizeof lanes);
     for (int64_t i = 0; i < PLANE; ++i) memcpy(to + i * pixel, lanes + i, (size_t)channels);
 }
 
@@ -259,10 +257,15 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
 }
 #endif
 
-// Return the end of the pixels of a row that are interleaved together from pixel x on: all, or so many that they stay
-// in the first-level cache while further planes are read, but none too few for a vector at the end of the row.
-static inline int64_t end_of_block(int64_t x, int64_t width, int64_t channels) {
-    return channels <= PLANES || width - x < INTERLEAVED_PIXELS + PLANE ? width : x + INTERLEAVED_PIXELS;
+// Call interleave(first pixel, pixels, first plane, planes) for all parts of a row: up to `PLANES` planes, and all
+// pixels or so many that they stay in the first-level cache while further planes are read. None has too few for a
+// vector at the end of the row.
+template <class Interleave>
+static inline void for_each_part(int64_t width, int64_t channels, const Interleave& interleave) {
+    for (int64_t x = 0, pixels; x < width; x += pixels) {
+        pixels = channels <= PLANES || width - x < INTERLEAVED_PIXELS + PLANE ? width - x : INTERLEAVED_PIXELS;
+        for (int64_t c = 0; c < channels; c += PLANES) interleave(x, pixels, c, at_most(PLANES, channels - c));
+    }
 }
 
 // Quantize `count` values that are `from_step` floats apart, to bytes that are `to_step` apart, and return how many are
@@ -298,20 +301,16 @@ LIBRARY void quantize_image(const float* from, const int64_t* strides, const str
             }
             continue;
         }
-        for (int64_t x = 0, end; x < out->width; x = end) {
-            end = end_of_block(x, out->width, channels);
-            for (int64_t c = 0; c < channels; c += PLANES) {
-                const int64_t planes = channels - c < PLANES ? channels - c : PLANES;
-                const float* values = line + c * strides[1] + x * strides[3];
-                uint8_t* bytes = to + x * channels + c;
-                if (strides[3] == 1 && quantize_planes(values, strides[1], end - x, planes, bytes, channels,
-                                                       q + c * stride, stride, &clipped))
-                    continue;
-                for (int64_t i = 0; i < planes; ++i)
-                    clipped += quantize_strided(values + i * strides[1], strides[3], end - x, bytes + i, channels,
-                                                q + (c + i) * stride);
-            }
-        }
+        for_each_part(out->width, channels, [&](int64_t x, int64_t pixels, int64_t c, int64_t planes) {
+            const float* values = line + c * strides[1] + x * strides[3];
+            uint8_t* bytes = to + x * channels + c;
+            if (strides[3] == 1 &&
+                quantize_planes(values, strides[1], pixels, planes, bytes, channels, q + c * stride, stride, &clipped))
+                return;
+            for (int64_t i = 0; i < planes; ++i)
+                clipped += quantize_strided(values + i * strides[1], strides[3], pixels, bytes + i, channels,
+                                            q + (c + i) * stride);
+        });
     }
     add_clipped(counts, range, clipped);
 }
@@ -326,19 +325,13 @@ LIBRARY void copy_image(const uint8_t* from, const int64_t* strides, const struc
             memcpy(to, line, (size_t)(out->width * channels));
             continue;
         }
-        for (int64_t x = 0, end; x < out->width; x = end) {
-            end = end_of_block(x, out->width, channels);
-            for (int64_t c = 0; c < channels; c += PLANES) {
-                const int64_t planes = channels - c < PLANES ? channels - c : PLANES;
-                const uint8_t* values = line + c * strides[1] + x * strides[3];
-                uint8_t* bytes = to + x * channels + c;
-                if (strides[3] == 1 && interleave_planes(values, strides[1], end - x, planes, bytes, channels))
-                    continue;
-                for (int64_t i = 0; i < planes; ++i)
-                    for (int64_t j = 0; j < end - x; ++j)
-                        bytes[j * channels + i] = values[i * strides[1] + j * strides[3]];
-            }
-        }
+        for_each_part(out->width, channels, [&](int64_t x, int64_t pixels, int64_t c, int64_t planes) {
+            const uint8_t* values = line + c * strides[1] + x * strides[3];
+            uint8_t* bytes = to + x * channels + c;
+            if (strides[3] == 1 && interleave_planes(values, strides[1], pixels, planes, bytes, channels)) return;
+            for (int64_t i = 0; i < planes; ++i)
+                for (int64_t j = 0; j < pixels; ++j) bytes[j * channels + i] = values[i * strides[1] + j * strides[3]];
+        });
     }
 }
 

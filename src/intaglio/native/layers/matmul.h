@@ -45,6 +45,12 @@ struct RowGroups {
 // rows, is moved to the nearest row. Results of rows behind all groups are 0.
 LIBRARY void matmul_groups(const struct Matmul* m, const struct RowGroups* g, int thread, int threads);
 
+// Return the pixel of a line of `width` pixels at which a tile begins. The heights of tiles differ by at most one
+// pixel.
+static inline int64_t pixel_of_tile(int64_t tile, int64_t tiles, int64_t width) {
+    return tile * (width / tiles) + at_most(tile, width % tiles);
+}
+
 // Compute tiles first to last (exclusive) of one panel, where each line of `width` pixels has `tiles` tiles.
 LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,
                          int64_t width);

@@ -19,11 +19,6 @@ struct Extent {
     int64_t bytes;
 };
 
-// Return the pixel of a line at which a tile begins. Tiles have nearly equal heights, as in matmul_span.
-static int64_t pixel_of_tile(int64_t tile, int64_t tiles, int64_t width) {
-    return tile * (width / tiles) + at_most(tile, width % tiles);
-}
-
 // Return the input of tiles first to last (exclusive): that of whole lines if they lie in several lines.
 static struct Extent input_of(const struct Matmul* m, int64_t first, int64_t last, int64_t tiles, int64_t width) {
     const struct Tile* t = &m->tile;

@@ -30,6 +30,7 @@ static inline int64_t squares_of_chunk(const struct Matmul* m) {
 struct Chunk {
     int64_t image, line, lines;  // lines of squares, the first and their number
     int64_t column, across;      // squares of a line, the first and their number
+    int64_t begin, end;          // tiles of each line of results, the first and the one behind the last
 };
 
 // Sums of inputs of a chunk: [position][square][input channel], `stride` from position to position.
@@ -131,10 +132,10 @@ struct Scratch {
     int32_t sums[MOST_SQUARES * SQUARE] __attribute__((aligned(64)));
 };
 
-// Compute the results of a chunk from panel `low` to `high` (exclusive): tiles `begin` to `end` of each line of
-// `tiles`. The kernels of `w` read sums instead of inputs.
+// Compute the results of a chunk from panel `low` to `high` (exclusive). A line has `tiles` tiles. The kernels of `w`
+// read sums instead of inputs.
 static void compute_chunk(const struct Matmul* m, struct Matmul* w, const struct Chunk* s, int64_t low, int64_t high,
-                          int64_t begin, int64_t end, int64_t tiles, struct Scratch* scratch) {
+                          int64_t tiles, struct Scratch* scratch) {
     const int64_t channels = inputs_of(m), count = s->lines * s->across, height = m->out.height, width = m->out.width;
     const int64_t squares = (count + TOGETHER - 1) / TOGETHER * TOGETHER, stride = squares * channels;
     const int64_t weights = POSITIONS * PANEL_CHANNELS * channels, line = 2 * s->line;
@@ -149,18 +150,19 @@ static void compute_chunk(const struct Matmul* m, struct Matmul* w, const struct
                                  m->transformed + panel * weights + position * PANEL_CHANNELS * channels,
                                  scratch->products + (position * squares + square) * PANEL_CHANNELS);
         transform_sums(scratch->products, s, squares * PANEL_CHANNELS, scratch->sums);
-        if (end - begin == tiles) {
+        if (s->end - s->begin == tiles) {
             matmul_span(w, panel, first * tiles, last * tiles, tiles, width);
             continue;
         }
-        for (int64_t y = first; y < last; ++y) matmul_span(w, panel, y * tiles + begin, y * tiles + end, tiles, width);
+        for (int64_t y = first; y < last; ++y)
+            matmul_span(w, panel, y * tiles + s->begin, y * tiles + s->end, tiles, width);
     }
 }
 
 LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads) {
     const int64_t per_image = (m->out.height + 1) / 2, across = squares_of_line(m), most = squares_of_chunk(m);
     const int64_t lines = m->out.images * per_image, width = m->out.width;
-    const int64_t tiles = (width + m->rows - 1) / m->rows, least = width / tiles, longer = width % tiles;
+    const int64_t tiles = (width + m->rows - 1) / m->rows, tallest = (width + tiles - 1) / tiles;
     const int shares_panels = m->out.images * m->out.height * width < m->split_channels_below || lines < threads;
     const int64_t begin = shares_panels ? 0 : shard_begin(lines, thread, threads),
                   end = shares_panels ? lines : shard_begin(lines, thread + 1, threads);
@@ -168,7 +170,7 @@ LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads)
                   high = shares_panels ? shard_begin(m->panels, thread + 1, threads) : m->panels;
     if (low == high) return;
     // Parts of a line are whole tiles, so that neighbouring parts may share a square.
-    const int64_t together = across <= most ? tiles : at_least((2 * most - 2) / (least + (longer > 0)), 1);
+    const int64_t together = across <= most ? tiles : at_least((2 * most - 2) / tallest, 1);
     const int64_t parts = (tiles + together - 1) / together, some = at_least(at_most(CACHED, most) / across, 1);
     struct Scratch scratch;
     struct Matmul w = *m;
@@ -180,10 +182,10 @@ LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads)
         s.image = line / per_image, s.line = line % per_image;
         s.lines = at_most(at_most(some, end - line), per_image - s.line);
         for (int64_t part = 0; part < parts; ++part) {
-            const int64_t from = shard_begin(tiles, part, parts), to = shard_begin(tiles, part + 1, parts);
-            const int64_t x = from * least + at_most(from, longer), end_x = to * least + at_most(to, longer);
-            s.column = x / 2, s.across = (end_x + 1) / 2 - s.column;
-            compute_chunk(m, &w, &s, low, high, from, to, tiles, &scratch);
+            s.begin = shard_begin(tiles, part, parts), s.end = shard_begin(tiles, part + 1, parts);
+            s.column = pixel_of_tile(s.begin, tiles, width) / 2;
+            s.across = (pixel_of_tile(s.end, tiles, width) + 1) / 2 - s.column;
+            compute_chunk(m, &w, &s, low, high, tiles, &scratch);
         }
     }
 }

@@ -11,7 +11,7 @@
 
 enum { MOST_INPUTS = 1024 };  // input channels
 
-// Return whether this method can compute a layer: there are weights for it, and two lines are small enough.
+// Return whether this method can compute a layer: there are weights for it, and results.
 LIBRARY int can_transform(const struct Matmul* m);
 
 // Compute this thread's part of such a layer.

@@ -45,8 +45,8 @@ MAX_DEPTHWISE_COLUMNS = 15
 RECURRENT_CHUNK_BYTES = 1 << 19
 """Bytes of x that stay in cache while all panels of a recurrent layer pass over them."""
 MOST_TRANSFORMED_CHANNELS = 1 << 17
-"""Largest product of input and output channels of Winograd's method: 4 MB of weights, which every chunk of two lines
-reads from the third-level cache."""
+"""Largest product of input and output channels of Winograd's method: 4 MB of weights, which every chunk of an
+image reads from the third-level cache."""
 SHORT_RUN = 8
 """An innermost run shorter than this is swapped with a longer one around it."""
 
@@ -123,8 +123,8 @@ def _is_worth_widening(piece: Piece, tile: TileSpec) -> bool:
 
 def _is_worth_transforming(piece: Piece, partition: Partition, graph: Graph) -> bool:
     """Return whether Winograd's method computes a piece in less time: a layer of 3x3 taps with so many pixels, and so
-    few channels, that its weights, which become 3.6 times as large, are not what takes the time. Free sizes may be
-    large enough; calls find out."""
+    few channels, that its weights, which become 3.6 times as large, are not what takes the time. Images of
+    free sizes are compared with that number in each call."""
     outputs, inputs, *taps = piece.shape
     sizes = graph.types[partition.anchor.output].shape[2:]
     if partition.anchor.attrs.get("groups", 1) > 1 or len(sizes) != 2 or taps != [3, 3] or piece.phases is not None:
