@@ -13,7 +13,7 @@ from intaglio.errors import InputError
 from intaglio.parts.packed_sequences import PackedCall
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import make_wrapper_subclass, pytree
-from intaglio.tracing.copies.earlier_results import plain_attributes
+from intaglio.tracing.during_export.earlier_results import plain_attributes
 
 
 def alone(module: nn.Module, path: str) -> nn.Module:

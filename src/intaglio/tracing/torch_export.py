@@ -36,7 +36,13 @@ from intaglio.torch_private import (
 )
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
-from intaglio.tracing.copies.earlier_results import without_size_caches
+from intaglio.tracing.during_export.earlier_results import without_size_caches
+from intaglio.tracing.during_export.lengths_of_tensors import dynamic_lengths
+from intaglio.tracing.during_export.substitute_operators import (
+    SubstituteOperators,
+    restore_torch_operators,
+    without_needless_values,
+)
 from intaglio.tracing.export_metadata import (
     constant,
     control_flow_error,
@@ -55,7 +61,6 @@ from intaglio.tracing.local_decompositions import (
 from intaglio.tracing.loops.unroll_scans import unroll_loops
 from intaglio.tracing.loops.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 from intaglio.tracing.operator_aliases import resolve_aliases
-from intaglio.tracing.substitute_operators import SubstituteOperators, restore_torch_operators, without_needless_values
 
 ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
 
@@ -70,7 +75,12 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
         with warnings.catch_warnings(), _quiet(), torch.no_grad(), uncompared_masks():
             warnings.simplefilter("ignore")
             forget_compiled_loops()
-            with SubstituteOperators(), without_needless_values(), without_size_caches(model, args, kwargs):
+            with (
+                SubstituteOperators(),
+                without_needless_values(),
+                without_size_caches(model, args, kwargs),
+                dynamic_lengths(model),
+            ):
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
             decompose_single_operators(program)  # first: no kernels of batch norms run to find aliases
             resolve_aliases(program)

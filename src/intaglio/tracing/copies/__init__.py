@@ -1,1 +1,1 @@
-"""Copies of float models that are captured, and what of the model's state they share or restore."""
+"""Copies of float models that are captured, and the parameters that they share with the model."""

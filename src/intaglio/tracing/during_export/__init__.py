@@ -1,0 +1,1 @@
+"""Changes of a model and of torch that last while torch.export runs."""

@@ -1,0 +1,48 @@
+"""``len(tensor)`` as a dynamic size while a model is exported."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def size_or_length(value: Any) -> Any:
+    """Return the first size of a tensor, which may be a ``torch.SymInt``, and the length of anything else."""
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else builtins.len(value)
+
+
+@contextlib.contextmanager
+def dynamic_lengths(model: nn.Module) -> Iterator[None]:
+    """Let ``len(tensor)`` in the code of a model's modules return a dynamic size.
+
+    Python's own ``len`` returns an ``int``, so that torch.export fixes the batch size of ``x.reshape(len(x), -1)``.
+    The name ``len`` is defined in the Python modules that define classes of the model, other than those of torch, and
+    deleted again. Python modules that have their own ``len`` keep it.
+    """
+    changed = [scope for scope in _scopes(model) if "len" not in scope]
+    for scope in changed:
+        scope["len"] = size_or_length
+    try:
+        yield
+    finally:
+        for scope in changed:
+            del scope["len"]
+
+
+def _scopes(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the global variables of the Python modules that define classes of the model."""
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    scopes: dict[int, dict[str, Any]] = {}
+    for base in classes:
+        if base.__module__.partition(".")[0] in ("torch", "builtins", "intaglio"):
+            continue
+        found = vars(sys.modules[base.__module__]) if base.__module__ in sys.modules else {}
+        own = getattr(vars(base).get("forward"), "__globals__", found)
+        scopes.update({id(scope): scope for scope in (found, own)})
+    return list(scopes.values())
