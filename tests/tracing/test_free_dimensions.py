@@ -173,3 +173,39 @@ def test_the_batch_stays_free():
 
     captured = capture(Halves(), (torch.randn(4, 8),))
     assert captured.signature.inputs[0].type.shape[0] in (4, symbol("n"))
+
+
+class Boxes(nn.Module):
+    """Words with a box each, as models of documents read them, and a picture with as many channels as words."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.boxes, self.picture = nn.Embedding(16, 8), nn.Linear(4, 8), nn.Conv2d(6, 8, 3)
+
+    def forward(self, ids, boxes, picture):
+        return self.words(ids) + self.boxes(boxes) + self.picture(picture).mean((2, 3))[:, None]
+
+
+def test_inputs_with_the_length_of_tokens_have_dynamic_lengths():
+    call = torch.randint(16, (2, 6)), torch.rand(2, 6, 4), torch.rand(2, 6, 5, 5)
+    captured = capture(Boxes().eval(), call)
+    assert [str(entry.type.shape) for entry in captured.signature.inputs] == ["(n, n1)", "(n, n1, 4)", "(n, 6, 5, 5)"]
+    assert not captured.model_info.notes
+
+
+class PairsOfFrames(nn.Module):
+    """Joins pairs of frames, so that their number is even; the mask is not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(8, 4)
+
+    def forward(self, frames, mask):
+        return self.inside(frames.reshape(frames.shape[0], -1, 8)), mask
+
+
+def test_frames_with_a_mask_have_a_dynamic_length():
+    captured = capture(PairsOfFrames().eval(), (torch.rand(2, 6, 4), torch.ones(2, 6, dtype=torch.bool)))
+    frames = captured.signature.inputs[0].type.shape
+    assert not isinstance(frames[1], int)
+    assert captured.module(torch.rand(3, 10, 4), torch.ones(3, 10, dtype=torch.bool))[0].shape == (3, 5, 4)

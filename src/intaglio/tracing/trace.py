@@ -204,12 +204,13 @@ def _capture(
     train: bool,
 ) -> Captured:
     notes: tuple[str, ...] = ()
-    for sequences in (True, False) if any(map(is_sequence, pytree.tree_leaves((args, kwargs)))) else (False,):
-        captured, reason = _with_free_axes(model_copy, args, kwargs, _free(args, kwargs, sequences, free), train)
+    choices = [_free(lengths, free) for lengths in _lengths(pytree.tree_leaves((args, kwargs)))]
+    for axes in choices:
+        captured, reason = _with_free_axes(model_copy, args, kwargs, axes, train)
         if captured is not None:
-            notes += _fixed_lengths(captured, model_copy, args, kwargs) if sequences else ()
+            notes += _fixed_lengths(captured, model_copy, args, kwargs) if axes is not choices[-1] else ()
             return replace(captured, model_info=captured.model_info.with_stage(notes))
-        if sequences:
+        if axes is not choices[-1]:
             notes = (f"sequence lengths are fixed to those of the example: {reason}",)
     note = f"the batch size is fixed to that of the example: {reason}"
     return _checked(
@@ -249,13 +250,23 @@ def _with_one_batch(program: ExportedProgram, model_copy: nn.Module, train: bool
             raise error from None
 
 
-def _free(
-    args: tuple[Any, ...], kwargs: dict[str, Any], sequences: bool, free: Mapping[int, Collection[int]]
-) -> list[tuple[int, ...]]:
-    """Return the axes of each leaf that should be dynamic: the first, the second of token ids, and those in `free`."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    second = [(1,) if sequences and is_sequence(leaf) else () for leaf in leaves]
-    return [(0, *more, *free.get(index, ())) for index, more in enumerate(second)]
+def _lengths(leaves: Sequence[Any]) -> list[list[bool]]:
+    """Return which leaves may have a dynamic length in their second axis, the choice with the most of them first.
+
+    These are token ids and masks, and leaves whose second axis has the length of one of them, as the boxes of words.
+    """
+    tokens = [is_sequence(leaf) for leaf in leaves]
+    sizes = {leaf.shape[1] for leaf, found in zip(leaves, tokens, strict=True) if found} - {1}
+    alike = [
+        found or (isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] in sizes)
+        for leaf, found in zip(leaves, tokens, strict=True)
+    ]
+    return [*([alike] if alike != tokens else []), *([tokens] if any(tokens) else []), [False] * len(leaves)]
+
+
+def _free(lengths: Sequence[bool], free: Mapping[int, Collection[int]]) -> list[tuple[int, ...]]:
+    """Return the axes of each leaf that should be dynamic: the first, the second of `lengths`, and those in `free`."""
+    return [(0, *((1,) if found else ()), *free.get(index, ())) for index, found in enumerate(lengths)]
 
 
 def _fixed_lengths(
@@ -266,7 +277,7 @@ def _fixed_lengths(
     inputs = [e for e in captured.signature.inputs if is_sequence(leaves[e.leaf]) and isinstance(e.type.shape[1], int)]
     if not inputs:
         return ()
-    axes = _free(args, kwargs, True, {})
+    axes = _free(_lengths(leaves)[0], {})
     wide_args, wide_kwargs = next(_examples(args, kwargs, axes))
     try:
         export(
