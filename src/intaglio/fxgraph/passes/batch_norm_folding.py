@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator as python_operator
 from collections.abc import Iterable
 
@@ -21,7 +22,10 @@ from intaglio.fxgraph.node_info import (
     update_info,
 )
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
+from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS
+from intaglio.fxgraph.passes.constant_arithmetic import as_affine, with_channels
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
+from intaglio.ops.products.conv import output_axis
 
 BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"
 
@@ -56,6 +60,28 @@ def fold_batch_norm_before(module: fx.GraphModule) -> int:
         if users and all(_absorbs(user, value) for user in users) and _constants(norm):
             for user in users:
                 _fold_before(module, norm, user)
+            folds += 1
+    return folds
+
+
+def fold_constants_after(module: fx.GraphModule) -> int:
+    """Fold arithmetic with a constant per output channel into the convolution or linear layer in front of it.
+
+    Frozen batch norms are a product and a sum of this kind, and layer scales are a product. Imported weights keep the
+    integers of their file, and weights that something else reads, such as tied embeddings, would be needed twice.
+    """
+    folds = 0
+    for node in list(module.graph.nodes):
+        if operator(node) not in ARITHMETIC_TARGETS or not with_channels(module, node):
+            continue
+        anchor, scale, shift = as_affine(module, node)
+        if not _has_outputs(anchor, scale) or not _is_own_weight(anchor):
+            continue
+        folded = _with_affine(module, anchor, scale.flatten(), shift.flatten())
+        if all(tensor.float().isfinite().all() for tensor in folded):
+            values = torch.stack(torch.broadcast_tensors(scale.flatten(), shift.flatten()))
+            _replace(module, anchor, *folded, hashlib.sha256(values.numpy().tobytes()).hexdigest())
+            _remove_folded(module, node, node, anchor)
             folds += 1
     return folds
 
@@ -148,16 +174,40 @@ def _tensor_or_none(module: fx.GraphModule, value: fx.Node | None) -> torch.Tens
 
 
 def _fold_after(module: fx.GraphModule, norm: fx.Node, anchor: fx.Node) -> None:
-    scale, shift = _affine(module, norm)
-    weight, bias = _tensor(module, anchor.args[1]), _tensor_or_none(module, arguments(anchor)["bias"])
-    folded = weight * _along_outputs(anchor, scale, weight)
-    moved = shift if bias is None else bias * scale + shift
-    _replace(module, anchor, folded, moved, _label(norm, "after"))
-    update_info(anchor, folded=(*info(anchor).folded, origin(norm).path))
+    _replace(module, anchor, *_with_affine(module, anchor, *_affine(module, norm)), _label(norm, "after"))
     (value,) = norm.users
+    _remove_folded(module, norm, value, anchor)
+    module.graph.erase_node(norm)
+
+
+def _with_affine(
+    module: fx.GraphModule, anchor: fx.Node, scale: torch.Tensor, shift: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight and bias of the layer whose result is ``shift + y * scale`` per channel, f64."""
+    weight, bias = _tensor(module, anchor.args[1]), _tensor_or_none(module, arguments(anchor)["bias"])
+    moved = shift if bias is None else bias * scale + shift
+    return weight * _along_outputs(anchor, scale, weight), moved
+
+
+def _remove_folded(module: fx.GraphModule, folded: fx.Node, value: fx.Node, anchor: fx.Node) -> None:
+    """Let the readers of a folded operator's result read the layer, and note the operator's module."""
+    path, known = origin(folded).path, info(anchor).folded
+    update_info(anchor, folded=known if path in known[-1:] else (*known, path))
     value.replace_all_uses_with(anchor)
     module.graph.erase_node(value)
-    module.graph.erase_node(norm)
+
+
+def _has_outputs(anchor: fx.Node, scale: torch.Tensor) -> bool:
+    """Return whether a node is a layer with constant weights and one reader, and `scale` varies along its channels."""
+    if operator(anchor) not in FOLDABLE or len(anchor.users) != 1 or not _constants(anchor):
+        return False
+    return scale.shape[output_axis(BY_TARGET[operator(anchor)].name, scale.dim())] == scale.numel()
+
+
+def _is_own_weight(anchor: fx.Node) -> bool:
+    """Return whether only layers read a weight, and it was not imported as integers."""
+    weight = anchor.args[1]
+    return info(weight).imported is None and all(operator(user) in FOLDABLE for user in weight.users)
 
 
 def _along_outputs(anchor: fx.Node, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ Strides in front of a layer shorten its input.
 """
 
 
+LINEAR_LAYER = "aten.linear.default"
 MATMUL, ATTENTION = "aten.matmul.default", "aten.scaled_dot_product_attention.default"
 BATCHED_OPERANDS = {MATMUL: 2, ATTENTION: 3}
 """Number of operands that have batch axes, by operator."""
@@ -144,6 +145,19 @@ def conv_tbc_to_convolution(module: fx.GraphModule) -> int:
     return len(hits)
 
 
+def vector_weight_to_matrix(module: fx.GraphModule) -> int:
+    """Replace layers ``F.linear(x, vector)`` by layers with one output channel."""
+    hits = [n for n in module.graph.nodes if operator(n) == LINEAR_LAYER and len(known_type(n.args[1]).shape) == 1]
+    for node in hits:
+        x, weight, bias = (arguments(node)[name] for name in ("input", "weight", "bias"))
+        kind, (depth,) = known_type(node), known_type(weight).shape
+        weight = reshape_before(node, weight, (1, depth))
+        given = [] if bias is None else [reshape_before(node, bias, (1,))]
+        linear = call_before(node, TensorType((*kind.shape, 1), kind.dtype), aten.linear.default, x, weight, *given)
+        replace_node(node, call_before(node, kind, aten.squeeze.dim, linear, -1))
+    return len(hits)
+
+
 def _multiplies_constants(node: fx.Node) -> bool:
     """Return whether a batched product has one constant operand, and static sizes but for the rows of the other one."""
     if operator(node) not in ("aten.bmm.default", MATMUL) or known_type(node).dtype is not DType.F32:
@@ -247,7 +261,7 @@ def split_linear_by_slices(module: fx.GraphModule) -> int:
 
     Queries, keys and values from a combined projection then get separate quantization parameters, and no copy.
     """
-    hits = [node for node in module.graph.nodes if operator(node) == "aten.linear.default"]
+    hits = [node for node in module.graph.nodes if operator(node) == LINEAR_LAYER]
     hits = [node for node in hits if all(is_constant(value) for value in _constants(node))]
     count = 0
     for node in hits:

@@ -17,12 +17,10 @@ def channel_constants_to_affine(module: fx.GraphModule) -> int:
 
     A product and a sum of one operator, such as the factors and offsets of a group norm, become one addcmul.
     """
-    hits = [
-        node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_channels(module, node)
-    ]
+    hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and with_channels(module, node)]
     affine: dict[fx.Node, tuple[fx.Node, torch.Tensor, torch.Tensor]] = {}
     for node in hits:
-        x, scale, shift = _as_affine(module, node)
+        x, scale, shift = as_affine(module, node)
         if x in affine and _are_one_operator(x, node):
             x, scale, shift = _composed(affine.pop(x), scale, shift)
         affine[node] = x, scale, shift
@@ -57,11 +55,11 @@ def _composed(
     return x, inner_scale * scale, inner_shift * scale + shift
 
 
-def _with_channels(module: fx.GraphModule, node: fx.Node) -> bool:
+def with_channels(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether one operand is a finite constant per channel of the other, and no division by zero can occur."""
     if not _takes_constant(node):
         return False
-    x, c = _value_and_constant(node)
+    x, c = value_and_constant(node)
     if tensor_type(x) != tensor_type(node) or known_type(x).dtype is not known_type(c).dtype:
         return False
     shape, tensor = known_type(x).shape, getattr(module, c.target)
@@ -77,15 +75,15 @@ def _takes_constant(node: fx.Node) -> bool:
     return isinstance(a, fx.Node) and isinstance(b, fx.Node) and is_constant(a) != is_constant(b)
 
 
-def _value_and_constant(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def value_and_constant(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return the computed operand and the constant operand of an operator with one of each."""
     a, b = node.args[:2]
     return (b, a) if is_constant(a) else (a, b)
 
 
-def _as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Tensor, torch.Tensor]:
+def as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Tensor, torch.Tensor]:
     """Return the operand that is scaled, and scale and shift with the rank of the result."""
-    x, c = _value_and_constant(node)
+    x, c = value_and_constant(node)
     constant = getattr(module, c.target).double()
     constant = constant.reshape(*[1] * (len(known_type(x).shape) - constant.dim()), *constant.shape)
     one, zero, name = torch.ones_like(constant), torch.zeros_like(constant), operator(node)
@@ -99,7 +97,7 @@ def scalar_constants_to_numbers(module: fx.GraphModule) -> int:
     """Replace constants with one element in arithmetic by numbers."""
     hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_number(module, node)]
     for node in hits:
-        x, c = _value_and_constant(node)
+        x, c = value_and_constant(node)
         number = getattr(module, c.target).item()
         if operator(node) == "aten.sub.Tensor" and node.args[0] is c:
             node.target = torch.ops.aten.rsub.Scalar
@@ -110,7 +108,7 @@ def scalar_constants_to_numbers(module: fx.GraphModule) -> int:
 def _with_number(module: fx.GraphModule, node: fx.Node) -> bool:
     if not _takes_constant(node):
         return False
-    x, c = _value_and_constant(node)
+    x, c = value_and_constant(node)
     if tensor_type(x) != tensor_type(node) or getattr(module, c.target).numel() != 1:
         return False
     return node.args[0] is x or (operator(node) != "aten.div.Tensor" and arguments(node).get("alpha", 1) == 1)

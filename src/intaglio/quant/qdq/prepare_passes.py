@@ -10,6 +10,7 @@ from intaglio.fxgraph.passes.batch_norm_folding import (
     batch_norm_to_affine,
     fold_batch_norm_after,
     fold_batch_norm_before,
+    fold_constants_after,
 )
 from intaglio.fxgraph.passes.canonicalize_matmul import (
     bmm_to_matmul,
@@ -178,6 +179,7 @@ PTQ_PASSES = PassLists(
         *CONSTANT_PASSES,
         *ATTENTION_PASSES,
         *LAYER_PASSES,
+        fold_constants_after,  # in training they stay, and patterns and annotators may name these operators
         fold_batch_norm_before,
         *OPERATOR_PASSES,
         fuse_gated_activations,  # last: the fusion table has a row for the fused function
