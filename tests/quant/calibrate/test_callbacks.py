@@ -496,3 +496,14 @@ class CalibrationOfOutputs(CalibrationCallback):
 def test_callbacks_that_read_batches_say_so_without_data(callback):
     with pytest.raises(IntaglioError, match=r"reads batches, but there is no data|there is no batch 0; 0 are cached"):
         Calibrator(prepared(callback)).calibrate()
+
+
+def failing(info):
+    raise ZeroDivisionError
+
+
+def test_an_error_of_a_callback_leaves_gradients_enabled_while_it_is_kept():
+    with pytest.raises(ZeroDivisionError) as kept:
+        Calibrator(prepared(Watching(failing)), DATA).calibrate()
+    assert torch.is_grad_enabled()
+    assert kept.tb is not None

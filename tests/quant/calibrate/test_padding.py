@@ -129,6 +129,26 @@ def test_corrections_are_those_of_samples_without_padding(kind, bias):
         assert np.allclose(values, other.biases[name], atol=1e-6)
 
 
+class WithConvolution(Tagger):
+    """Has a convolution over tokens, whose operand has its channels in front of the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.over_tokens = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x, attention_mask):
+        hidden = (x * attention_mask[..., None]).transpose(1, 2)
+        return self.run(x + self.over_tokens(hidden).transpose(1, 2)) * attention_mask[..., None]
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "qronos"])
+def test_convolutions_over_tokens_read_padding(rounding):
+    recipe = Recipe.of({"*": {"rounding": rounding}})
+    own, other = (corrected(WithConvolution, filler, False, recipe) for filler in (0.0, 1000.0))
+    (name,) = [name for name in own.quantized_weights if name.startswith("over_tokens")]
+    assert np.array_equal(own.quantized_weights[name], other.quantized_weights[name])
+
+
 @pytest.mark.parametrize("kind", [WithAttentionMask, WithKeyPaddingMask])
 def test_padding_may_be_nan(kind):
     corrected(kind, float("nan"), alone=False)

@@ -650,3 +650,17 @@ def test_layers_that_smoothing_does_not_improve_are_unchanged():
     weight = torch.ones(4, 8)
     extrema = FoldExtrema(-torch.ones(8, 8), torch.ones(8, 8))
     assert smoothing(extrema, rows, [weight]) is None
+
+
+def test_an_error_in_a_correction_leaves_gradients_enabled_while_it_is_kept(monkeypatch):
+    def failing(*_):
+        raise ZeroDivisionError
+
+    made = stages.prepare(stages.capture(nn.Linear(4, 4).eval(), torch.randn(3, 4)))
+    data = [torch.randn(3, 4)]
+    ranges = stages.calibrate(made, data, progress=False)
+    monkeypatch.setattr("intaglio.quant.correct.operand_columns.OperandReader.batches", failing)
+    with pytest.raises(ZeroDivisionError) as kept:
+        stages.correct(made, ranges, data)
+    assert torch.is_grad_enabled()
+    assert kept.tb is not None

@@ -53,7 +53,7 @@ def test_corrections_evaluate_layers_as_kernels_compute_them(bias, monkeypatch):
     monkeypatch.setattr(
         OperandReader,
         "batches",
-        lambda own, node: seen.append(own.evaluation.float_values(node, 0)) or read(own, node),
+        lambda own, region, node: seen.append(own.evaluation.float_values(node, 0)) or read(own, region, node),
     )
     ranges = stages.calibrate(prepared, [x], progress=False)
     reference = stages.convert(prepared, ranges, stages.correct(prepared, ranges, [x]))

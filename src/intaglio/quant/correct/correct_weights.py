@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -97,20 +97,19 @@ def correct(
     visible = tuple(visible_tokens(prepared.signature, leaves) for leaves in calls)
     operands = OperandReader(evaluation, prepared.signature, visible, group)
     corrector = _WeightCorrector(evaluation, operands, units, group)
-    regions = iter(evaluation)
     corrected = any(
         is_corrected(annotations, region) or is_measured(annotations, region) for region in annotations.regions
     )
     count = sum(map(_has_weight, annotations.regions))
     done = 0
-    while corrected and (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
-        report_progress("correct", done, count, origin(region.anchor).path)
-        with returned_memory() if takes_much_memory(region) else nullcontext():
-            corrector.correct_region(region)
-        done += 1
-        if done == count:  # Nothing reads the results of the last layer, which may be logits of a large vocabulary.
-            break
-    regions.close()
+    with closing(iter(evaluation)) as regions:  # an error leaves the modes of PyTorch as they were
+        while corrected and (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
+            report_progress("correct", done, count, origin(region.anchor).path)
+            with returned_memory() if takes_much_memory(region) else nullcontext():
+                corrector.correct_region(region)
+            done += 1
+            if done == count:  # Nothing reads the results of the last layer, which may be logits of many words.
+                break
     final = annotated_with_biases(annotations, evaluation.biases)
     biases = {name: values.numpy() for name, values in evaluation.biases.items()}
     return Corrections(
@@ -243,7 +242,7 @@ class _WeightCorrector:
         number of positions on all ranks.
         """
         own = self.group.run_on_all_ranks(
-            lambda: [(project(b), b[:1].numel(), position_count(region, b)) for b in self.operands.batches(x)],
+            lambda: [(project(b), b[:1].numel(), position_count(region, b)) for b in self.operands.batches(region, x)],
         )
         parts = [part for of_rank in self.group.gather(own) for part in of_rank]
         projections = torch.cat([torch.zeros(0, dtype=torch.int64), *(part for part, _, _ in parts)])
@@ -287,7 +286,7 @@ class _WeightCorrector:
             return (batch[here] for batch, here in zip(batches, selected, strict=True) if here.any())
 
         def quantized() -> Iterator[torch.Tensor]:
-            batches = chosen(self.operands.batches(x))
+            batches = chosen(self.operands.batches(region, x))
             return ((b.to(torch.int16) + SIGN_OFFSET).to(torch.uint8) for b in batches) if signed else batches
 
         def compute() -> Moments:

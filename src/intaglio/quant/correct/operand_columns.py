@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from intaglio import numerics
 from intaglio.fxgraph.node_info import fixed_size, known_type
 from intaglio.fxgraph.nodes import call_of, layer_operands
-from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups
+from intaglio.fxgraph.padding_masks import PaddedAxes, VisibleTokens, padded_axes, visible_groups
 from intaglio.ir import SIGN_OFFSET, QParams, Signature
 from intaglio.numerics.row_quantization import MIN_ROW_ABSMAX
 from intaglio.quant.annotate.regions import Region
@@ -160,7 +160,7 @@ def _patches(images: torch.Tensor, window: ConvolutionWindow, groups: int) -> to
 
 @dataclass
 class OperandReader:
-    """Reads the operands of layers from an evaluation, without padding.
+    """Reads the operands of layers from an evaluation; those of linear layers without padding.
 
     Attributes:
         evaluation: the evaluation of the model, layer by layer.
@@ -176,9 +176,9 @@ class OperandReader:
     group: Group
     peaks: dict[str, float] = field(default_factory=dict)
 
-    def batches(self, x: fx.Node) -> Iterator[torch.Tensor]:
-        """Yield the quantized operand of this rank's batches in groups of samples."""
-        axes = padded_axes(known_type(x).shape, self.signature)
+    def batches(self, region: Region, x: fx.Node) -> Iterator[torch.Tensor]:
+        """Yield the quantized operand of a region's anchor, of this rank's batches in groups of samples."""
+        axes = self._padded_axes(region, x)
         for call, visible in enumerate(self.visible):
             yield from visible_groups(self.values(x, call), axes, visible)
 
@@ -187,13 +187,19 @@ class OperandReader:
 
         It is an integer number of `SHIFT_UNIT` steps of the operand, int16, so that products add up exactly.
         """
-        axes, place = padded_axes(known_type(x).shape, self.signature), region.activations().index(x)
+        axes, place = self._padded_axes(region, x), region.activations().index(x)
         unit = self.parameters(x).step * SHIFT_UNIT
         for call, visible in enumerate(self.visible):
             exact = self.evaluation.unquantized_inputs(region, call)[place]
             found = torch.nan_to_num((exact - self.evaluation.quantized_inputs(region, call)[place]) / unit)
             rounded = torch.atleast_2d(numerics.round_clamp(found, -LARGEST_SHIFT, LARGEST_SHIFT).to(torch.int16))
             yield from visible_groups(rounded, axes, visible)
+
+    def _padded_axes(self, region: Region, x: fx.Node) -> PaddedAxes | None:
+        """Return the axes of an operand along which a padding mask applies. Convolutions over tokens keep the padding,
+        which their windows reach.
+        """
+        return padded_axes(known_type(x).shape, self.signature) if region.record.is_linear_layer else None
 
     def values(self, x: fx.Node, call: int) -> torch.Tensor:
         """Return the quantized values of an operand; a vector, which is one sample, gets an axis for it.

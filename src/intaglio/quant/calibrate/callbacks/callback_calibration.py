@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -173,17 +174,22 @@ class _CallbackRunner:
 
     def run(self) -> dict[str, QParams]:
         """Return the parameters that callbacks chose, by the leading site of each sharing group."""
-        for index, region in enumerate(self.evaluation):
-            callback, sites = _callback(region), region_sites(self.annotations, region)
-            if callback is not None and region.pattern is not None:
-                info = CalibrationInfo(self.evaluation, region, region.pattern, sites, self.calibration)
-                for name, value in parameters_by_site(callback.calibrate(info), region.pattern.name, sites).items():
-                    self._store_chosen(name, value, region)
-            for leader, last in self.open_until.items():
-                if last <= index:
-                    self._set_group_qparams(leader, self.given.get(leader, self.plain.get(leader)))
-            self._weights(region)
+        with closing(iter(self.evaluation)) as regions:  # an error leaves the modes of PyTorch as they were
+            for index, region in enumerate(regions):
+                self._calibrate(index, region)
         return dict(self.given)
+
+    def _calibrate(self, index: int, region: Region) -> None:
+        """Let the callback of a region choose its parameters, and close the groups that no later region belongs to."""
+        callback, sites = _callback(region), region_sites(self.annotations, region)
+        if callback is not None and region.pattern is not None:
+            info = CalibrationInfo(self.evaluation, region, region.pattern, sites, self.calibration)
+            for name, value in parameters_by_site(callback.calibrate(info), region.pattern.name, sites).items():
+                self._store_chosen(name, value, region)
+        for leader, last in self.open_until.items():
+            if last <= index:
+                self._set_group_qparams(leader, self.given.get(leader, self.plain.get(leader)))
+        self._weights(region)
 
     def _leader(self, name: str) -> str:
         return self.annotations.leaders[name]
