@@ -243,6 +243,54 @@ def test_parts_inside_of_one_that_cannot_take_its_place_are_quantized():
     torch.testing.assert_close(int8(x), model(x), rtol=0, atol=0.05)
 
 
+class Holding(Sized):
+    """Has a method that turns a missing attribute into an error of its own."""
+
+    def first_layer(self) -> nn.Module:
+        if not hasattr(self, "layers"):
+            raise NotImplementedError("override first_layer")
+        return self.layers[0]
+
+
+class Wondering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = Holding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.backbone(x) * len(self.backbone.first_layer().stride)
+        return found if found.sum().item() > 0 else -found
+
+
+def test_errors_of_methods_that_miss_attributes_divide_a_part():
+    torch.manual_seed(0)
+    model, x = Wondering().eval(), torch.rand(4, 3, 12, 12)
+    int8 = intaglio.quantize(model, [x], progress=False, recipe=UNCORRECTED)
+    assert "backbone" not in int8.parts
+    assert "backbone.layers.2" in int8.parts
+    torch.testing.assert_close(int8(x), model(x), rtol=0, atol=0.05)
+
+
+class Chosen(nn.Module):
+    """Computes the rows of its input that begin with a positive number."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x[x[:, 0] > 0]).sum(0)
+
+
+def test_models_with_sizes_that_depend_on_data_are_quantized_in_parts():
+    torch.manual_seed(0)
+    model, data = Chosen().eval(), [torch.randn(16, 8) for _ in range(4)]
+    int8 = intaglio.quantize(model, data, recipe="transformer", progress=False)
+    assert list(int8.parts) == ["inside"]
+    assert "depends on the values" in str(int8.coverage)
+    torch.testing.assert_close(int8(data[1]), model(data[1]), rtol=0.05, atol=0.2)
+
+
 def test_multiply_accumulates_outside_of_parts_count_as_float(routed, routed_data):
     class Outside(Routed):
         def forward(self, x: Tensor) -> Tensor:

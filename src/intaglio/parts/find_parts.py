@@ -266,7 +266,7 @@ def _put(
     while pending:
         try:
             run_call(model, pending[0])
-        except (IntaglioError, AttributeError, TypeError):
+        except Exception:  # code around a part may turn what it lacks into any error
             unfit = [path for path, part in left.items() if part.unfit]
             if not unfit:
                 raise

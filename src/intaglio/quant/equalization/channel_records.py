@@ -12,7 +12,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import fixed_size, known_type
 from intaglio.fxgraph.padding_masks import PaddedAxes, VisibleTokens, padded_axes_of, visible_groups, visible_tokens
-from intaglio.ir import Signature, evaluate
+from intaglio.ir import Signature, evaluate, symbols_of
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.calibration_cache import Calls
 from intaglio.quant.equalization.sampled_rows import FOLDS, ROW_COUNT, SampledRows
@@ -146,9 +146,13 @@ def record_channels(
 def _position_count(
     nodes: Sequence[fx.Node], axes: Mapping[str, int], signature: Signature, leaves: Sequence[torch.Tensor]
 ) -> int:
-    """Return the number of positions that each of the values has at least in a call."""
-    symbols = dims_of(signature, leaves[: len(signature.inputs)])
-    shapes = {node: [evaluate(dim, symbols) for dim in known_type(node).shape] for node in nodes}
+    """Return the number of positions that each of the values has at least in a call. Sizes that depend on data are at
+    least 1.
+    """
+    known = dims_of(signature, leaves[: len(signature.inputs)])
+    sizes = {node: known_type(node).shape for node in nodes}
+    symbols = dict.fromkeys((name for shape in sizes.values() for dim in shape for name in symbols_of(dim)), 1) | known
+    shapes = {node: [evaluate(dim, symbols) for dim in shape] for node, shape in sizes.items()}
     return min(math.prod(shape) // max(1, shape[axes[node.name]]) for node, shape in shapes.items())
 
 
