@@ -31,6 +31,7 @@ TESTED_ELSEWHERE = ("mixed_precision", "quant", "tracing", "tune")
 """Packages whose remedies have cases in `test_search_remedies`, `test_quant_remedies`, `test_capture_remedies` and
 `test_tune_remedies`."""
 FOLLOWED_ELSEWHERE = {
+    "quantize the model with batches of which one has padding": "integrations/test_source_padding.py",
     "copy the file again from its source, or save the model again": "runtime/test_damaged_files.py",
     "save the model with model.save(path) and load it": "runtime/test_files.py",
     "call the model outside of torch.func and of fake tensors": "runtime/test_traced_calls.py",

@@ -54,7 +54,7 @@ def test_several_tokens_can_follow_a_past():
 )
 def test_tokens_are_numbered_as_in_the_float_model(name, numbering):
     model, int8_model, _ = quantized(name)
-    assert int8_model.numbering == numbering
+    assert int8_model.listed.numbering == numbering
     inputs = batch(name, padding=3, seed=8)
     rows = inputs["attention_mask"].bool()
     inputs["input_ids"][1, 4] = PAD

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def test_a_file_keeps_programs_class_and_configurations(name, kept, tmp_path):
     for found in (intaglio.load(tmp_path / "model.intaglio"), from_pretrained(tmp_path / "model.intaglio", trust=True)):
         assert type(found) is type(int8_model)
         assert found.generation_config.to_dict() == int8_model.generation_config.to_dict()
-        assert found.numbering == int8_model.numbering
+        assert found.listed == int8_model.listed
         assert found.fingerprint() == int8_model.fingerprint()
         assert torch.equal(generated(found, inputs, num_beams=2), generated(int8_model, inputs, num_beams=2))
 
@@ -39,7 +40,7 @@ def test_fingerprints_tell_models_that_generate_apart():
     plain, other = quantized("llama", "float")[1], quantized("llama", "int8")[1]
     assert plain.fingerprint() != other.fingerprint()
     counting = copy.copy(plain)
-    counting.numbering = "mask"
+    counting.listed = replace(plain.listed, numbering="mask")
     assert counting.fingerprint() != plain.fingerprint()
     assert intaglio.report(None, plain, calls=0).data.run.fingerprint == plain.fingerprint()
 
@@ -78,6 +79,10 @@ def changed(path, manifest=None, **members):
         ({"manifest": {"generator": {"programs": ["decoder"], "numbering": True}}}, "does not list the programs"),
         ({"manifest": {"generator": {"programs": ["decoder"], "numbering": []}}}, "does not list the programs"),
         ({"manifest": {"generator": {"programs": ["decoder"], "counts_padding": []}}}, "does not list the programs"),
+        (
+            {"manifest": {"generator": {"programs": ["decoder"], "numbering": "mask", "takes_padding": 1}}},
+            "does not list the programs",
+        ),
         ({"manifest": {"generator": {"programs": ["decoder"]}}}, "does not list the programs"),
     ],
     ids=str,
@@ -93,7 +98,7 @@ def test_damaged_and_forged_files_are_errors(change, said, tmp_path):
 def test_files_of_earlier_versions_say_whether_padding_counts(counts, numbering, tmp_path):
     quantized("llama")[1].save(tmp_path / "model.intaglio")
     changed(tmp_path / "model.intaglio", {"generator": {"programs": ["decoder"], "counts_padding": counts}})
-    assert intaglio.load(tmp_path / "model.intaglio").numbering == numbering
+    assert intaglio.load(tmp_path / "model.intaglio").listed.numbering == numbering
 
 
 def test_files_of_other_kinds_name_the_function_to_call(tmp_path):

@@ -65,10 +65,19 @@ def quantize_model(model: PreTrainedModel, data: Any, quantize: Quantize) -> Qua
 
 
 def reason_for_parts(model: PreTrainedModel, data: Any) -> str | None:
-    """Return why the parts of a model are quantized: it generates with a cache that programs cannot take."""
-    from intaglio.integrations.transformers.generation import generates_with_cache, unsupported_cache
+    """Return why the parts of a model are quantized: it generates with a cache, or from inputs, that programs cannot
+    take.
+    """
+    from intaglio.integrations.transformers.generation import (
+        generates_with_cache,
+        unsupported_cache,
+        unsupported_media,
+        unsupported_padding,
+    )
 
-    return unsupported_cache(model) if generates_with_cache(model, data) else None
+    if not generates_with_cache(model, data):
+        return None
+    return unsupported_cache(model) or unsupported_media(model, data) or unsupported_padding(model, data)
 
 
 def further_calls(model: PreTrainedModel, call: Call) -> list[Use]:
@@ -119,7 +128,7 @@ def from_pretrained(
         from intaglio.integrations.transformers.quantized_generator import generator_with_surface
 
         programs = {name: loaded(program_file(name)) for name in found.names}
-        return generator_with_surface(programs, found.numbering, kind, config, generation)
+        return generator_with_surface(programs, found, kind, config, generation)
     return with_surface(loaded(MODEL_FILE), kind, config, generation)
 
 
@@ -163,4 +172,4 @@ def opened_generator(
         )
         for name in found.names
     }
-    return generator_with_surface(programs, found.numbering, kind, config, generation)
+    return generator_with_surface(programs, found, kind, config, generation)

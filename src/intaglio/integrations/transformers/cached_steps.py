@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import MoEModelOutput
-from transformers.utils.generic import ModelOutput
 
 from intaglio.integrations.transformers.decoder_cache import (
     KeyValues,
@@ -165,12 +164,18 @@ def _encoder_arguments(config: Any, inputs: Mapping[str, Tensor], cross: KeyValu
     keys = cross[0][0]
     for tensor in tensors_of(cross):
         assume(tensor.shape[2] == keys.shape[2])
-    hidden = keys.new_zeros(keys.shape[0], keys.shape[2], config.hidden_size)
+    hidden = keys.new_zeros(keys.shape[0], keys.shape[2], _encoder_width(config))
     given: dict[str, Any] = {"encoder_outputs": encoder_result(hidden)}
     if "encoder_mask" in inputs:
         assume(inputs["encoder_mask"].shape[1] == keys.shape[2])
         given["attention_mask"] = inputs["encoder_mask"]
     return given
+
+
+def _encoder_width(config: Any) -> int:
+    """Return the number of channels of the encoder's result. Models of two others have a configuration for each."""
+    own = getattr(config, "encoder", config)
+    return int(getattr(own, "output_hidden_size", None) or own.hidden_size)
 
 
 def encoder_module(model: PreTrainedModel, arguments: Sequence[str]) -> nn.Module:
@@ -187,10 +192,17 @@ def encoder_module(model: PreTrainedModel, arguments: Sequence[str]) -> nn.Modul
     return _with_forward(model, forward)
 
 
-def encoder_result(hidden: Tensor) -> ModelOutput:
-    """Return the encoder's last hidden state as the library's encoders return it. It has the fields of models with
-    experts, which these read; the others read what all have."""
-    return MoEModelOutput(last_hidden_state=hidden)
+@dataclass
+class EncoderResult(MoEModelOutput):
+    """The encoder's result with the fields that any decoder of the library reads: those of models with experts, and the
+    padding mask of Moonshine."""
+
+    attention_mask: Tensor | None = None
+
+
+def encoder_result(hidden: Tensor) -> EncoderResult:
+    """Return the encoder's last hidden state as the library's encoders return it."""
+    return EncoderResult(last_hidden_state=hidden)
 
 
 def cross_module(model: PreTrainedModel) -> nn.Module:

@@ -46,6 +46,10 @@ CLOSE = 1e-3
 """Largest difference of logits, relative to the largest, that counts as none."""
 
 
+SOUND_AXES = 3
+"""Largest number of axes of sounds: samples or frames of each, with features."""
+
+
 @dataclass(frozen=True)
 class FloatProgram:
     """The float module of one program.
@@ -72,6 +76,7 @@ class FloatPrograms:
         step: the step of the decoder.
         keeps_logits: whether the model computes the logits of chosen tokens only.
         encoder_names: names of the encoder's arguments in calls.
+        takes_padding: see `ProgramList`.
         empty: keys and values of length 0 for a batch of one.
         encoder: the encoder, for encoder-decoders.
         cross: the keys and values of cross-attention, for encoder-decoders.
@@ -83,6 +88,7 @@ class FloatPrograms:
     step: nn.Module
     keeps_logits: bool = False
     encoder_names: tuple[str, ...] = ()
+    takes_padding: bool = True
     empty: KeyValues = ()
     encoder: Any = None
     cross: Any = None
@@ -96,11 +102,15 @@ class FloatPrograms:
         if model.config.is_encoder_decoder:
             known = inspect.signature(model.get_encoder().forward).parameters
             own = [name for name in source.first if name in known and name not in OTHER_ARGUMENTS]
+            takes_padding = not reads_source_padding(model, source.first)
+            if not takes_padding:
+                own = [name for name in own if name != "attention_mask"]
             if model.main_input_name == "input_ids" and "attention_mask" not in own:
                 own.append("attention_mask")
             source = replace(
                 source,
                 encoder_names=tuple(own),
+                takes_padding=takes_padding,
                 encoder=encoder_module(model, own),
                 cross=cross_module(model),
             )
@@ -115,8 +125,7 @@ class FloatPrograms:
         """
         is_pair, found = self.cross is not None, dict[str, FloatProgram]()
         if is_pair:
-            encoder = ExportExample(self.encoder_call(self.first), None)
-            found[ENCODER] = FloatProgram(self.encoder, LazyCalls(calls, self.encoder_call), encoder)
+            found[ENCODER] = FloatProgram(self.encoder, LazyCalls(calls, self.encoder_call), self.encoder_example())
             found[CROSS] = FloatProgram(self.cross, LazyCalls(calls, self.cross_call), self.cross_example())
         found[DECODER] = FloatProgram(self.step, LazyCalls(calls, self.step_call), self.example())
         if is_pair:  # selectors may mean another one of the modules
@@ -176,6 +185,20 @@ class FloatPrograms:
                 torch.ones_like(call[self.model.main_input_name]) if mask is None else mask.long()
             )
         return (inputs,)
+
+    def encoder_example(self) -> ExportExample:
+        """Return the encoder's arguments to export it with. Sounds get a dynamic length where the model has one; the
+        batch and the length of tokens get theirs in any capture."""
+        (inputs,) = self.encoder_call(self.first)
+        main = inputs[self.model.main_input_name]
+        if not main.is_floating_point() or main.dim() > SOUND_AXES:
+            return ExportExample((inputs,), None)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        wide = {name: _repeated(value, max(EXAMPLE_BATCH, len(main))) for name, value in tensors.items()}
+        shapes = dict.fromkeys(inputs) | {
+            name: dict.fromkeys(range(value.dim()), Dim.AUTO) for name, value in tensors.items()
+        }
+        return ExportExample(({**inputs, **wide},), (shapes,))
 
     def cross_call(self, call: Mapping[str, Any]) -> tuple[Tensor]:
         """Return the encoder's last hidden state."""
@@ -239,4 +262,39 @@ def _cached_inputs(call: tuple[Any, ...]) -> dict[int, int | None]:
 
 def _repeated(tensor: Tensor, batch: int) -> Tensor:
     """Return a tensor with the first samples, repeated, for another batch size."""
-    return tensor if tensor.shape[0] == batch else tensor[:1].expand(batch, *tensor.shape[1:])
+    return tensor if tensor.shape[0] == batch else tensor[:1].repeat(batch, *[1] * (tensor.dim() - 1))
+
+
+def reads_source_padding(model: PreTrainedModel, call: Mapping[str, Any]) -> bool:
+    """Return whether a padding mask of the encoder's input changes what the decoder of a model computes, and the
+    decoder's program has no such input: it has the mask of token ids, but encoders of sounds shorten theirs.
+
+    Whisper takes a mask that it does not read.
+
+    Args:
+        model: the float model.
+        call: a call of the user.
+    """
+    main, parameters = model.main_input_name, inspect.signature(model.forward).parameters
+    if not model.config.is_encoder_decoder or main == "input_ids" or "attention_mask" not in parameters:
+        return False
+    given = {**call, "use_cache": False}
+    own, features = given.pop("attention_mask", None), given[main]
+    sizes = features.shape[1:] if own is None else own.shape[1:]
+    with torch.no_grad():
+        expected = model(**given).logits
+        for size in sizes:
+            mask = torch.ones(len(features), size, dtype=torch.long)
+            mask[:, max(1, size // 2) :] = 0
+            try:
+                found = model(**given, attention_mask=mask).logits
+            except (IndexError, RuntimeError, ValueError):  # the mask has the size of another axis
+                continue
+            return not torch.allclose(found, expected, CLOSE, CLOSE)
+    return True
+
+
+def has_source_padding(calls: UserCalls) -> bool:
+    """Return whether padding masks of the encoder's input hide anything in the batches of a user."""
+    masks = (call.get("attention_mask") for call in calls)
+    return any(mask is not None and not mask.all() for mask in masks)

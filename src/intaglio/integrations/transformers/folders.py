@@ -117,11 +117,15 @@ class ProgramList:
 
     Attributes:
         names: names of the programs.
-        numbering: see `QuantizedGenerator`.
+        numbering: how the positions of tokens are computed in calls without them, as in the float model. `generate`
+            always passes positions, in which padding does not count.
+        takes_padding: whether calls may have a padding mask for the encoder's input, because the programs take it or
+            the float model does not read it.
     """
 
     names: tuple[str, ...]
     numbering: Numbering
+    takes_padding: bool = True
 
 
 def program_file(name: str) -> str:
@@ -131,7 +135,8 @@ def program_file(name: str) -> str:
 
 def entries_of(programs: ProgramList) -> dict[str, Any]:
     """Return a list of programs as JSON entries."""
-    return {"programs": programs.names, "numbering": programs.numbering}
+    entries = {"programs": programs.names, "numbering": programs.numbering}
+    return entries if programs.takes_padding else {**entries, "takes_padding": False}
 
 
 def write_programs(folder: Path, programs: ProgramList) -> None:
@@ -155,10 +160,11 @@ def programs_of(path: Path, entries: Any) -> ProgramList:
     names, numbering, counts = entries.get("programs"), entries.get("numbering", ""), entries.get("counts_padding")
     if "numbering" not in entries and isinstance(counts, bool):  # a file of an earlier version
         numbering = "tokens" if counts else "mask"
-    known = numbering in ("tokens", "mask", None) or type(numbering) is int
+    known, takes_padding = numbering in ("tokens", "mask", None), entries.get("takes_padding", True)
+    known = (known or type(numbering) is int) and isinstance(takes_padding, bool)
     if names not in [list(one) for one in PROGRAM_NAMES] or not known:
         raise ArtifactError(str(path), None, "it does not list the programs of a model", remedy=OTHER_FOLDER)
-    return ProgramList(tuple(names), numbering)
+    return ProgramList(tuple(names), numbering, takes_padding)
 
 
 def _entries(path: Path) -> dict[str, Any]:

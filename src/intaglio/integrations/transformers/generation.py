@@ -23,8 +23,14 @@ from intaglio.integrations.transformers.calibration_calls import (
     example_tokens,
     own_positions,
 )
-from intaglio.integrations.transformers.float_programs import CLOSE, OTHER_ARGUMENTS, FloatPrograms
-from intaglio.integrations.transformers.folders import PROGRAM_NAMES, Numbering
+from intaglio.integrations.transformers.float_programs import (
+    CLOSE,
+    OTHER_ARGUMENTS,
+    FloatPrograms,
+    has_source_padding,
+    reads_source_padding,
+)
+from intaglio.integrations.transformers.folders import PROGRAM_NAMES, Numbering, ProgramList
 from intaglio.integrations.transformers.quantized_generator import (
     QuantizedGenerator,
     generator_with_surface,
@@ -62,19 +68,52 @@ def cache_refusal(model: PreTrainedModel, data: Any) -> str | None:
         return "its forward has no argument for a cache"
     if _is_function(data):
         return "the data is a function, not batches"
-    names = names_of(model.config.is_encoder_decoder, parameters)
+    calls = UserCalls(model, data)
+    if others := _other_arguments(model, next(iter(calls))):
+        return _not_taken(others)
+    return unsupported_padding(model, calls)
+
+
+def _other_arguments(model: PreTrainedModel, call: Mapping[str, Any]) -> list[str]:
+    """Return the names of arguments of a call that no program of a model with a cache takes."""
+    names = names_of(model.config.is_encoder_decoder, inspect.signature(model.forward).parameters)
     known = {names.tokens, names.mask, names.positions, *OTHER_ARGUMENTS}
     if model.config.is_encoder_decoder:
         known |= {"attention_mask", *inspect.signature(model.get_encoder().forward).parameters}
-    if others := sorted(next(iter(UserCalls(model, data))).keys() - known):
-        return f"the batches have {', '.join(others)}, which a step of the decoder does not take"
-    return None
+    return sorted(call.keys() - known)
+
+
+def _not_taken(names: list[str]) -> str:
+    return f"the batches have {', '.join(names)}, which a step of the decoder does not take"
 
 
 def unsupported_cache(model: PreTrainedModel) -> str | None:
     """Return why no program can take the cache of a model, or ``None``: its layers are keys and values."""
     layer = decoder_cache.unsupported_layer(model.config)
     return None if layer is None else f"a layer of its cache is a {layer}, which holds more than keys and values"
+
+
+def unsupported_padding(model: PreTrainedModel, data: Any) -> str | None:
+    """Return why no program can take the padding of the data, or ``None``."""
+    calls = data if isinstance(data, UserCalls) else UserCalls(model, data)
+    if not model.config.is_encoder_decoder or not has_source_padding(calls):
+        return None
+    reads = reads_source_padding(model, next(iter(calls)))
+    return "its decoder reads a padding mask of the encoder's input" if reads else None
+
+
+def unsupported_media(model: PreTrainedModel, data: Any) -> str | None:
+    """Return why no program can take the images or sounds in the batches of a decoder, or ``None``.
+
+    Without parts, each token would cost a run of the whole model.
+    """
+    call = next(iter(UserCalls(model, data)))
+    others = [name for name in _other_arguments(model, call) if _is_floating(call[name])]
+    return _not_taken(others) if others else None
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def steps_of_generate(model: PreTrainedModel, call: Call) -> list[Use]:
@@ -118,7 +157,8 @@ def quantize_generator(model: PreTrainedModel, data: Any, quantize: Quantize) ->
     found = {name: quantize(one.module, one.calls, one.example) for name, one in source.programs(calls).items()}
     programs = {name: found[name] for name in PROGRAM_NAMES[-1] if name in found}
     numbering = _numbering(model, source.names, source.first)
-    return generator_with_surface(programs, numbering, type(model), model.config, model.generation_config)
+    listed = ProgramList(tuple(programs), numbering, source.takes_padding)
+    return generator_with_surface(programs, listed, type(model), model.config, model.generation_config)
 
 
 def _numbering(model: PreTrainedModel, names: StepNames, call: Mapping[str, Any]) -> Numbering:

@@ -28,7 +28,6 @@ from intaglio.integrations.transformers.folders import (
     CROSS,
     DECODER,
     ENCODER,
-    Numbering,
     ProgramList,
     program_file,
     write_configs,
@@ -69,15 +68,14 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
 
     Attributes:
         programs: the programs by name, each a `QuantizedModel`: "decoder", "encoder" and "cross_attention".
-        numbering: how the positions of tokens are computed in calls without them, as in the float model. `generate`
-            always passes positions, in which padding does not count.
+        listed: their names, and what else is stored with them.
     """
 
     programs: nn.ModuleDict
 
-    def __init__(self, programs: Mapping[str, QuantizedModel], numbering: Numbering) -> None:
+    def __init__(self, programs: Mapping[str, QuantizedModel], listed: ProgramList) -> None:
         nn.Module.__init__(self)
-        self.programs, self.numbering = nn.ModuleDict(programs), numbering
+        self.programs, self.listed = nn.ModuleDict(programs), listed
         self._clipping = ClippingMonitor()
         for program in programs.values():
             program.share_clipping(self._clipping)
@@ -134,7 +132,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         if names.positions:
             positions = given.pop(names.positions, None)
             if positions is None:
-                positions = own_positions(self.numbering, tokens, mask)
+                positions = own_positions(self.listed.numbering, tokens, mask)
             inputs["positions"] = positions.expand(tokens.shape)
         if keeps := "kept" in input_names(program):
             inputs["kept"] = kept_tokens(tokens.shape[1], kept)
@@ -180,7 +178,11 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         own = {name: given.get(name) for name in input_names(self.programs[ENCODER])}
         given.pop(self.main_input_name, None)
         if "encoder_mask" not in input_names(self.programs[DECODER]):
-            given.pop("attention_mask", None)
+            mask = given.pop("attention_mask", None)
+            if not self.listed.takes_padding and mask is not None and not mask.all():
+                problem = "it hides part of the encoder's input, which no batch did when the model was quantized"
+                remedy = "quantize the model with batches of which one has padding"
+                raise InputError("argument 'attention_mask'", None, problem, remedy=remedy)
         return (self.encode(own) if outputs is None else outputs)[0]
 
     def encode(self, given: Mapping[str, Any]) -> BaseModelOutput:
@@ -235,7 +237,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         """
         check_file(path)
         float_class, configs = self.float_class, (self.config, self.generation_config)
-        write_generator(Path(path), self.named_programs(), self.numbering, float_class, *configs, library)
+        write_generator(Path(path), self.named_programs(), self.listed, float_class, *configs, library)
 
     @check_arguments
     def save_pretrained(self, save_directory: str | Path) -> None:
@@ -254,7 +256,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         write_configs(folder, self.float_class.__name__, self.config, self.generation_config)
         for name, program in self.named_programs().items():
             program.save(folder / program_file(name))
-        write_programs(folder, ProgramList(tuple(self.programs), self.numbering))
+        write_programs(folder, self.listed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_structure"}
@@ -274,7 +276,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         `QuantizedModel.fingerprint` does: the programs, and how positions are counted. The configurations do not count.
         """
         programs = {name: program.fingerprint() for name, program in self.named_programs().items()}
-        return fingerprint_of_programs(programs, numbering=self.numbering)
+        return fingerprint_of_programs(programs, numbering=self.listed.numbering)
 
     def named_programs(self) -> dict[str, QuantizedModel]:
         """Return the programs by name, as a dictionary."""
@@ -359,13 +361,13 @@ class _Encoder(nn.Module):
 
 def generator_with_surface(
     programs: Mapping[str, QuantizedModel],
-    numbering: Numbering,
+    listed: ProgramList,
     float_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     generation_config: GenerationConfig | None,
 ) -> QuantizedGenerator:
     """Return a generator with these programs and the surface of a class of ``transformers``."""
-    generator: QuantizedGenerator = quantized_class(QuantizedGenerator, float_class)(programs, numbering)
+    generator: QuantizedGenerator = quantized_class(QuantizedGenerator, float_class)(programs, listed)
     generator.keep_configuration(config, generation_config)
     return generator
 

@@ -13,7 +13,6 @@ from intaglio.integrations.transformers.folders import (
     CONFIG_FILE,
     GENERATION_FILE,
     Configs,
-    Numbering,
     ProgramList,
     config_text,
     configs_of,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 def write_generator(
     path: Path,
     programs: Mapping[str, QuantizedModel],
-    numbering: Numbering,
+    listed: ProgramList,
     float_class: type[Any],
     config: PreTrainedConfig,
     generation_config: GenerationConfig | None,
@@ -46,8 +45,7 @@ def write_generator(
             file = Path(folder) / program_file(name)
             program.save(file, library=library)
             members[file.name] = file.read_bytes()
-    listed = entries_of(ProgramList(tuple(programs), numbering))
-    write(path, {"intaglio": package.VERSION, GENERATOR_ENTRY: listed}, members)
+    write(path, {"intaglio": package.VERSION, GENERATOR_ENTRY: entries_of(listed)}, members)
 
 
 def stored_configs(path: Path, members: Mapping[str, Member], given: type[Any] | None) -> Configs:
