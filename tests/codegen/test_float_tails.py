@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from intaglio import stages
+from intaglio.kernels import ISAS
 from intaglio.lower import Lowered
-from intaglio.plan import plan_graph
+from intaglio.plan import CacheSizes, plan_graph, schedule_plan
+from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops
 from support.int8_models import assert_program_matches
 from support.lowering import assert_equal_quantized, lowered, quantized
 from support.matmul_library import RUNNABLE_ISAS
@@ -28,6 +30,7 @@ TAILS = {
     "sum": lambda x, y: x + y,
     "sum, relu": lambda x, y: F.relu(y + x),
     "weighted sum": lambda x, y: torch.add(x, y, alpha=0.5),
+    "nothing": lambda x, y: x,
 }
 IMAGE_ANCHORS = {
     "conv": lambda: nn.Conv2d(20, 20, 3, padding=1),
@@ -39,8 +42,8 @@ ROW_ANCHORS = ("linear", "matmul")
 SOME_TAILS = {
     "conv": ("relu", "gelu", "sum"),
     "grouped": ("clamp", "sigmoid", "sum, relu"),
-    "depthwise": ("silu", "tanh", "weighted sum"),
-    "dilated depthwise": ("hardswish", "leaky_relu", "sum"),
+    "depthwise": ("silu", "tanh", "weighted sum", "nothing"),
+    "dilated depthwise": ("hardswish", "leaky_relu", "sum", "nothing"),
     "linear": ("relu", "gelu", "silu", "hardswish", "sum", "weighted sum"),
     "matmul": ("clamp", "sigmoid", "tanh", "leaky_relu", "sum", "sum, relu"),
 }
@@ -119,8 +122,13 @@ def test_every_tail_is_in_the_kernel_of_its_product(images, rows):
         assert not {"requantize", "table", "activate"}.intersection(op.kind for op in graph.graph.ops)
 
 
-def test_depthwise_tails_run_in_depthwise_kernels(images):
-    assert "without a loop behind it" not in plan_graph(images[1].graph).text()
+@pytest.mark.parametrize("isa", ["avx2", "avx512vnni"])
+def test_depthwise_tails_run_in_depthwise_kernels(isa, images):
+    plan = schedule_plan(plan_graph(images[1].graph), ISAS[isa], CacheSizes())
+    anchors = [step.partition for step in plan.steps if step.partition.anchor.attrs.get("groups") == 20]
+    assert len(anchors) >= 8
+    for partition in anchors:
+        assert isinstance(plan.kernels[partition.output][0], DepthwiseKernel | DepthwiseLoops)
 
 
 def test_results_are_those_of_the_reference(images, rows):

@@ -187,3 +187,21 @@ def test_a_graph_with_out_of_bounds_lookup_tables_is_refused():
     outside = graph.replace(constants={**graph.constants, table: graph.constants[table] + 1})
     with pytest.raises(ValueError, match="indices outside"):
         check_graph(outside)
+
+
+def test_resizing_to_the_same_size_is_removed():
+    class Same(nn.Module):
+        def forward(self, x):
+            same = (
+                F.interpolate(x, size=x.shape[2:], mode="bilinear"),
+                F.interpolate(x, (6, 5), mode="bilinear", align_corners=True),
+                F.interpolate(x, (6, 5)),
+                F.interpolate(x, scale_factor=1.0, mode="bicubic"),
+            )
+            return sum(same) + F.interpolate(x, scale_factor=1.1)
+
+    x = torch.randn(2, 3, 6, 5)
+    captured = stages.capture(Same(), x)
+    resized = [str(node.target) for node in captured.module.graph.nodes if "upsample" in str(node.target)]
+    assert resized == ["aten.upsample_nearest2d.vec"]
+    torch.testing.assert_close(captured.module(x)[0], Same()(x))

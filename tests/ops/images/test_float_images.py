@@ -54,6 +54,22 @@ def resizes(m, x):
     )
 
 
+def wide_resizes(m, x):
+    """Images with their channels last, more results in a line than are computed together, and more channels."""
+    values = m.a(x) + x
+    last, image = values.reshape(x.shape[0], 5, 7, 6).permute(0, 3, 1, 2), tokens(m, x)
+    many = values.repeat(1, 1, 180).reshape(x.shape[0], 5, 7, 1080).permute(0, 3, 1, 2)
+    return (
+        F.interpolate(last, (8, 300), mode="bilinear"),
+        F.interpolate(last, (11, 3), mode="bicubic"),
+        F.interpolate(image, (4, 530), mode="bicubic"),
+        F.interpolate(image, (13, 258)),
+        F.interpolate(many, (7, 9), mode="bilinear", align_corners=True),
+        F.interpolate(many, (3, 15)),
+        m.b(x),
+    )
+
+
 def samples(m, x):
     """Bilinear interpolation at computed places, some of which are outside of the image."""
     image = tokens(m, x)
@@ -69,13 +85,13 @@ def samples(m, x):
 @pytest.fixture(scope="module")
 def models():
     found = {}
-    for body in (pools, resizes, samples):
+    for body in (pools, resizes, wide_resizes, samples):
         model = randomize(Body(body, a=nn.Linear(6, 6), b=nn.Linear(6, 4)))
         found[body.__name__] = model, *quantized(model, X, recipe=intaglio.Recipe.named("transformer"))
     return found
 
 
-BODIES = pytest.mark.parametrize("name", ["pools", "resizes", "samples"])
+BODIES = pytest.mark.parametrize("name", ["pools", "resizes", "wide_resizes", "samples"])
 
 
 @BODIES

@@ -102,6 +102,7 @@ def emit_pool_f32(code: Code, partition: Partition, context: Context) -> None:
 def emit_resize_f32(code: Code, partition: Partition, context: Context) -> None:
     """Print a resized image."""
     op = partition.anchor
+    context.include("images/float_resize.h")
     _begin(code, "FloatResize", partition, context)
     found = _grids(op, context)
     code(f"p.mode = RESIZE_{op.attrs['mode'].upper()}, p.count = {len(found)};")

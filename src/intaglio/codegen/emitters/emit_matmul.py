@@ -72,8 +72,30 @@ def _emit_depthwise(
     if op_def(tail).tail is Tail.ACTIVATE:
         code(f"d.activation = {_activation(tail, context)};")
     if returns_float:
-        code(f"d.epilogue = {epilogue(partition, context, CHANNELS)};")
+        behind = epilogue(partition, context, CHANNELS) if partition.epilogue else _stored(partition.output, context)
+        code(f"d.epilogue = {behind};")
     code(f"{function}(&d, thread, threads);")
+
+
+def _stored(value: str, context: Context) -> str:
+    """Print a function that copies float32 results to their place, and return its `struct Epilogue`: depthwise kernels
+    write whole vectors, and so write to a buffer only."""
+    context.include("base/image.h", "products/epilogue.h")
+    body, code = Code(), Code()
+    body(f"""
+        const struct Image out = {context.image(value)};
+        const int64_t line = pixel / out.width;
+        uint8_t* to = at(&out, line / out.height, line % out.height, pixel % out.width) + 4 * channel;
+    """)
+    with body.block("for (int64_t p = 0; p < pixels; ++p)"):
+        body("memcpy(to + p * out.pixel, tile + p * stride, 4 * (size_t)channels);")
+    head = "const struct Run* r, const uint8_t* tile, int64_t stride, int64_t pixel, int64_t pixels, int64_t channel"
+    with code.block(f"static void store_{value}({head}, int64_t channels)"):
+        for line in context.dims_used(body.text()):
+            code(line)
+        code(body.text())
+    context.functions.append(code.text())
+    return f"(struct Epilogue){{store_{value}, r, 4}}"
 
 
 def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece, kernel: TiledKernel) -> None:

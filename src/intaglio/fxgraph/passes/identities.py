@@ -41,6 +41,10 @@ SAME_IF_EQUAL = (
     "aten.type_as.default",
 )
 
+UPSAMPLING = tuple(
+    f"aten.upsample_{mode}.vec"
+    for mode in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
+)
 PADS = ("aten.pad.default", "aten.constant_pad_nd.default")
 MAX_POOLS = {f"aten.max_pool{axes}d.default": axes for axes in (1, 2, 3)}
 POOL_ARGUMENTS = ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
@@ -83,7 +87,9 @@ def drop_empty_parts(module: fx.GraphModule) -> int:
 
 
 def drop_identity(module: fx.GraphModule) -> int:
-    """Remove copies, full slices, casts and views that do not change a value, except returned copies of inputs."""
+    """Remove copies, full slices, casts, views and resizing that do not change a value, except returned copies of
+    inputs.
+    """
     hits = [node for node in module.graph.nodes if _is_identity(node) and not _returned_input(node)]
     for node in hits:
         node.replace_all_uses_with(_only_operand(node))
@@ -106,7 +112,9 @@ def _is_identity(node: fx.Node) -> bool:
     if name == "aten.slice.Tensor":
         given = arguments(node)
         return given["start"] in (None, 0) and (given["end"] is None or _to_end(given)) and given["step"] == 1
-    return name in SAME_IF_EQUAL and tensor_type(node) == tensor_type(node.args[0]) is not None
+    if name in UPSAMPLING and any(scale != 1 for scale in arguments(node)["scale_factors"] or ()):
+        return False  # the size may be the same after rounding
+    return name in (*SAME_IF_EQUAL, *UPSAMPLING) and tensor_type(node) == tensor_type(node.args[0]) is not None
 
 
 def _to_end(given: dict[str, Any]) -> bool:

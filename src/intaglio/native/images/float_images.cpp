@@ -1,4 +1,4 @@
-// Pooling, resizing and sampling of images of floats, see float_images.h and ops/images/float_images.py.
+// Pooling and sampling of images of floats, see float_images.h and ops/images/float_images.py.
 
 #include "images/float_images.h"
 
@@ -19,11 +19,6 @@ static inline struct Span span_of(const struct FloatPoolAxis* a, int64_t i) {
     const int64_t start = begin + skipped * a->dilation, stop = at_most(behind, a->size);
     const int64_t padded = at_most(begin + a->kernel, a->size + a->before) - begin;
     return (struct Span){start, stop, a->dilation, a->include_pad ? padded : at_least(stop - start, 0)};
-}
-
-static inline int64_t offset_of(const struct FloatImage* x, int64_t image, int64_t channel, int64_t depth, int64_t row,
-                                int64_t column) {
-    return image * x->image + channel * x->channel + depth * x->axis[0] + row * x->axis[1] + column * x->axis[2];
 }
 
 // Reduce the windows of one output for `count` channels, `step` elements apart.
@@ -66,81 +61,6 @@ LIBRARY void pool_f32(const struct FloatPool* p, int thread, int threads) {
                 float* to = p->out.base + offset_of(&p->out, n, c, depth, row, column);
                 for (int64_t i = 0; i < count; ++i) to[i * p->out.channel] = found[i] / divisor;
             }
-        }
-    }
-}
-
-// Positions that one output reads along an axis, and their weights.
-struct Taps {
-    int64_t at[4];
-    float weight[4];
-    int count;
-};
-
-static inline float far_weight(float x) {
-    const float a = -0.75f;
-    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a;
-}
-
-static inline float near_weight(float x) {
-    const float a = -0.75f;
-    return ((a + 2) * x - (a + 3)) * x * x + 1;
-}
-
-static inline struct Taps cubic_taps(const struct Grid* g, int64_t i) {
-    float place = (float)i;
-    if (g->align) {
-        place = place * (g->result > 1 ? (float)(g->size - 1) / (float)(g->result - 1) : 0.0f);
-    } else {
-        const float step = g->step != 0 ? g->step : (float)g->size / (float)g->result;
-        place = step * (place + 0.5f) - 0.5f;
-    }
-    int64_t below = (int64_t)place;
-    below -= place < (float)below;
-    const float over = place - (float)below;
-    struct Taps found = {
-        {}, {far_weight(over + 1), near_weight(over), near_weight(1 - over), far_weight(1 - over + 1)}, 4};
-    for (int t = 0; t < 4; ++t) found.at[t] = at_most(at_least(below - 1 + t, 0), g->size - 1);
-    return found;
-}
-
-static inline struct Taps taps_of(const struct FloatResize* r, int axis, int64_t i) {
-    const struct Grid* g = r->axes + axis;
-    if (axis < FLOAT_AXES - r->count) return (struct Taps){{0}, {1}, 1};
-    if (r->mode == RESIZE_NEAREST) return (struct Taps){{nearest_at(g, i)}, {1}, 1};
-    if (r->mode == RESIZE_CUBIC) return cubic_taps(g, i);
-    const struct Between b = between(g, i);
-    return (struct Taps){{b.below, b.above}, {b.weight[0], b.weight[1]}, 2};
-}
-
-// Interpolate one channel, from the columns to the depths.
-static inline float interpolate(const float* from, const struct FloatImage* x, const struct Taps* z,
-                                const struct Taps* y, const struct Taps* w) {
-    float depths = 0;
-    for (int i = 0; i < z->count; ++i) {
-        float rows = 0;
-        for (int j = 0; j < y->count; ++j) {
-            const float* line = from + z->at[i] * x->axis[0] + y->at[j] * x->axis[1];
-            float columns = line[w->at[0] * x->axis[2]] * w->weight[0];
-            for (int k = 1; k < w->count; ++k) columns = columns + line[w->at[k] * x->axis[2]] * w->weight[k];
-            rows = j ? rows + columns * y->weight[j] : columns * y->weight[j];
-        }
-        depths = i ? depths + rows * z->weight[i] : rows * z->weight[i];
-    }
-    return depths;
-}
-
-LIBRARY void resize_f32(const struct FloatResize* r, int thread, int threads) {
-    const int64_t height = r->axes[1].result, deep = r->axes[0].result, rows = r->images * deep * height;
-    for (int64_t line = shard_begin(rows, thread, threads); line < shard_begin(rows, thread + 1, threads); ++line) {
-        const int64_t row = line % height, depth = line / height % deep, n = line / height / deep;
-        const struct Taps z = taps_of(r, 0, depth), y = taps_of(r, 1, row);
-        for (int64_t column = 0; column < r->axes[2].result; ++column) {
-            const struct Taps x = taps_of(r, 2, column);
-            const float* from = r->in.base + offset_of(&r->in, n, 0, 0, 0, 0);
-            float* to = r->out.base + offset_of(&r->out, n, 0, depth, row, column);
-            for (int64_t c = 0; c < r->channels; ++c)
-                to[c * r->out.channel] = interpolate(from + c * r->in.channel, &r->in, &z, &y, &x);
         }
     }
 }

@@ -1,10 +1,9 @@
-// Pooling, resizing and sampling of images of floats with any strides.
+// Pooling and sampling of images of floats with any strides.
 
 #pragma once
 
 #include "base/image.h"
 #include "base/library.h"
-#include "images/grid.h"
 
 enum { FLOAT_AXES = 3 };  // depth, rows and columns; images and lines have axes of size 1 in front
 
@@ -13,6 +12,12 @@ struct FloatImage {
     float* base;
     int64_t image, channel, axis[FLOAT_AXES];
 };
+
+// Return the number of elements before an element.
+static inline int64_t offset_of(const struct FloatImage* x, int64_t image, int64_t channel, int64_t depth, int64_t row,
+                                int64_t column) {
+    return image * x->image + channel * x->channel + depth * x->axis[0] + row * x->axis[1] + column * x->axis[2];
+}
 
 // Windows along one axis. Averages are divided by the number of elements, padding included with `include_pad`.
 struct FloatPoolAxis {
@@ -27,15 +32,6 @@ struct FloatPool {
     int maximum;
 };
 
-enum { RESIZE_NEAREST, RESIZE_LINEAR, RESIZE_CUBIC };
-
-struct FloatResize {
-    struct FloatImage in, out;
-    int64_t images, channels;
-    struct Grid axes[FLOAT_AXES];
-    int mode, count;  // how to interpolate, and how many of the axes are resized: the last ones
-};
-
 // Places between -1 and 1, one pair (column, row) for each pixel of the result.
 struct GridSample {
     struct FloatImage in, out;
@@ -46,7 +42,5 @@ struct GridSample {
 
 // Compute this thread's part of the maxima or averages of windows.
 LIBRARY void pool_f32(const struct FloatPool* p, int thread, int threads);
-// Compute this thread's part of a resized image.
-LIBRARY void resize_f32(const struct FloatResize* r, int thread, int threads);
 // Compute this thread's part of the bilinear interpolation at the places of a grid.
 LIBRARY void grid_sample(const struct GridSample* g, int thread, int threads);

@@ -90,7 +90,7 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     tail, clamps_float = partition.tail[0], partition.output in plan.guarded
     kind = op_def(tail).tail
     result = "f32" if kind is None else TILE_RESULTS.get(kind, "f32")
-    reason = why_not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail, partition.epilogue is not None)
+    reason = why_not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail)
     if reason is None:
         looks_up = bool(isa.lookup_condition) and partition.lut is not None
         saturates = result in PACKED_RESULTS and saturates_to_bounds(tail, plan.graph)
@@ -157,11 +157,8 @@ def _int4_tile(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -> 
     return None if rows is None else replace(tile, rows=rows, int4=True)
 
 
-def why_not_depthwise(piece: Piece, groups: int, tail: Op, has_epilogue: bool) -> str | None:
-    """Return why a convolution does not run in the depthwise kernels, or ``None``.
-
-    These kernels write whole vectors of floats, so that only the buffer of an epilogue can take floats.
-    """
+def why_not_depthwise(piece: Piece, groups: int, tail: Op) -> str | None:
+    """Return why a convolution does not run in the depthwise kernels, or ``None``."""
     outputs, per_group, taps_y, taps_x = piece.shape
     if per_group != 1 or outputs != groups or groups < MIN_DEPTHWISE_GROUPS:
         return "every output sums several input channels"
@@ -170,8 +167,8 @@ def why_not_depthwise(piece: Piece, groups: int, tail: Op, has_epilogue: bool) -
     kind = op_def(tail).tail
     if len(tail.outputs) > 1 or kind not in (Tail.REQUANTIZE, Tail.ACTIVATE, Tail.DEQUANTIZE):
         return f"depthwise kernels have no {tail.kind}"
-    if kind is Tail.DEQUANTIZE and not has_epilogue:
-        return f"depthwise kernels have no {tail.kind} without a loop behind it"
+    if kind is Tail.DEQUANTIZE and piece.phases is not None:
+        return "depthwise kernels write float results of whole images only"
     return None
 
 
