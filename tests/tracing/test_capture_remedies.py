@@ -359,3 +359,16 @@ def test_a_mask_of_ones_that_the_model_skips_is_named_as_the_cause():
     ones[:, -1] = 0
     graph = stages.capture(model, (x, ones))
     assert torch.equal(graph(x, ones), model(x, ones))
+
+
+class Exported(nn.Module):
+    """Computes something else while it is exported, beside an infinity that is the same."""
+
+    def forward(self, x):
+        added = 0.25 if torch.compiler.is_exporting() else 0.0
+        return torch.cat([x + added, torch.full_like(x, -torch.inf)], 1)
+
+
+def test_the_difference_does_not_count_equal_infinities():
+    with pytest.raises(CaptureError, match=r"a result differs from that of the model by 0\.25"):
+        stages.capture(Exported(), torch.randn(2, 3))
