@@ -97,8 +97,8 @@ static void interpolate_line(const struct FloatResize* r, const struct Results* 
     }
 }
 
-// Interpolated lines of the source. Lines that a result reads together, at most four of each of four depths, have places
-// of their own. The next lines of results often read the same ones.
+// Interpolated lines of the source. Lines that a result reads together, at most four of each of four depths, have
+// places of their own. The next lines of results often read the same ones.
 struct KeptLines {
     const float* line[RESIZE_TAPS][RESIZE_TAPS];
     float values[RESIZE_TAPS][RESIZE_TAPS][VALUES_AT_ONCE];

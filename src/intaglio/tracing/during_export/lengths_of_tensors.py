@@ -22,8 +22,8 @@ def dynamic_lengths(model: nn.Module) -> Iterator[None]:
     """Let ``len(tensor)`` in the code of a model's modules return a dynamic size.
 
     Python's own ``len`` returns an ``int``, so that torch.export fixes the batch size of ``x.reshape(len(x), -1)``.
-    The name ``len`` is defined in the Python modules that define classes of the model, other than those of torch, and
-    deleted again. Python modules that have their own ``len`` keep it.
+    The name ``len`` is defined in the Python modules that define classes of the model, other than those of PyTorch and
+    of Python itself, and deleted again. Python modules that have their own ``len`` keep it.
     """
     changed = [scope for scope in _scopes(model) if "len" not in scope]
     for scope in changed:
@@ -40,7 +40,8 @@ def _scopes(model: nn.Module) -> list[dict[str, Any]]:
     classes = {base for module in model.modules() for base in type(module).__mro__}
     scopes: dict[int, dict[str, Any]] = {}
     for base in classes:
-        if base.__module__.partition(".")[0] in ("torch", "builtins", "intaglio"):
+        package = base.__module__.partition(".")[0]
+        if package in ("torch", "intaglio") or package in sys.stdlib_module_names:
             continue
         found = vars(sys.modules[base.__module__]) if base.__module__ in sys.modules else {}
         own = getattr(vars(base).get("forward"), "__globals__", found)
