@@ -160,7 +160,9 @@ def test_masks_of_other_names_hide_nothing():
 
 
 def test_the_length_may_be_fixed_and_equal_to_the_width():
-    captured = capture(WithAttentionMask().eval(), batches(WithAttentionMask, 0.0, alone=False)[0])
+    free = {0: Dim("n")}
+    call = batches(WithAttentionMask, 0.0, alone=False)[0]
+    captured = capture(WithAttentionMask().eval(), call, dynamic_shapes=(free, free))
     assert captured.signature.inputs[0].type.shape[1:] == (8, 8)
     calibrate(prepare(captured), batches(WithAttentionMask, float("nan"), alone=False))
 

@@ -55,7 +55,8 @@ STATIC_INT8 = LayerRounding()
 def smoothing(
     extrema: FoldExtrema, rows: SampledRows, weights: Sequence[torch.Tensor], rounding: LayerRounding = STATIC_INT8
 ) -> ChannelFactors | None:
-    """Return the factors with the best strength; ``None`` if none of them reduces the error by more than noise.
+    """Return the factors with the best strength; ``None`` if none of them reduces the error by more than noise, or if
+    the results of the readers are zero.
 
     Each fold of the samples is quantized with factors and ranges computed from the other folds.
 
@@ -71,6 +72,8 @@ def smoothing(
     columns, outputs = torch.maximum(-weight.amin(0), weight.amax(0)).double(), _spread_outputs(weight)
     folds = _folds(rows, outputs)
     signal = sum(fold.exact.double().square().sum().item() for fold in folds)
+    if not signal > 0:
+        return None
     ones = torch.ones(len(columns))
     plain_weight = _rounded(outputs, ones, rounding)
     plain = sum(_error(fold, plain_weight, ones, rounding) for fold in folds)
