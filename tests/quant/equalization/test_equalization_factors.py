@@ -15,6 +15,7 @@ from intaglio.quant.equalization.channel_records import ChannelFactors, ChannelR
 from intaglio.quant.equalization.equalization_factors import equalized_value, equalizing_factors
 from intaglio.quant.equalization.reader_errors import ReaderWeight
 from intaglio.quant.equalization.sampled_rows import FOLDS, SampledRows
+from intaglio.quant.equalization.smooth_factors import smoothing
 from support.lowering import sqnr
 from support.slow_params import slow_params
 
@@ -140,3 +141,12 @@ def test_positions_are_sampled_from_every_sample(positions, count, first):
     rows = SampledRows.of(batch, first, -1, count)
     assert len(rows.values) == 3 * min(count, positions)
     assert torch.equal(rows.samples - first, (rows.values[:, 0] / 1000).long())
+
+
+def test_readers_whose_results_are_zero_smooth_nothing():
+    """The mean of a uniform distribution over numbers around zero, as the box heads of D-FINE begin."""
+    steps = torch.tensor([*(3 ** (place / 15) - 1 for place in range(16)), 4.0])
+    numbers = torch.cat([-steps.flip(0)[:-1], steps])
+    rows = SampledRows(torch.full((384, 33), 1 / 33), torch.arange(384) // 64)
+    extrema = FoldExtrema(torch.zeros(FOLDS, 33), torch.full((FOLDS, 33), 1 / 33))
+    assert smoothing(extrema, rows, [numbers[None]]) is None
