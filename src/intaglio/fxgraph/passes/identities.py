@@ -10,6 +10,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, operator
+from intaglio.ops import BY_TARGET
 from intaglio.ops.movement.shape import END
 
 COPIES = (
@@ -41,10 +42,7 @@ SAME_IF_EQUAL = (
     "aten.type_as.default",
 )
 
-UPSAMPLING = tuple(
-    f"aten.upsample_{mode}.vec"
-    for mode in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
-)
+UPSAMPLING = tuple(target for target in BY_TARGET if target.startswith("aten.upsample_"))
 PADS = ("aten.pad.default", "aten.constant_pad_nd.default")
 MAX_POOLS = {f"aten.max_pool{axes}d.default": axes for axes in (1, 2, 3)}
 POOL_ARGUMENTS = ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")

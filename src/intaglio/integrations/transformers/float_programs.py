@@ -265,6 +265,12 @@ def _repeated(tensor: Tensor, batch: int) -> Tensor:
     return tensor if tensor.shape[0] == batch else tensor[:1].repeat(batch, *[1] * (tensor.dim() - 1))
 
 
+def may_read_source_padding(model: PreTrainedModel) -> bool:
+    """Return whether a model is an encoder-decoder with a padding mask for an encoder's input other than token ids."""
+    is_pair, parameters = model.config.is_encoder_decoder, inspect.signature(model.forward).parameters
+    return bool(is_pair and model.main_input_name != "input_ids" and "attention_mask" in parameters)
+
+
 def reads_source_padding(model: PreTrainedModel, call: Mapping[str, Any]) -> bool:
     """Return whether a padding mask of the encoder's input changes what the decoder of a model computes, and the
     decoder's program has no such input: it has the mask of token ids, but encoders of sounds shorten theirs.
@@ -275,11 +281,10 @@ def reads_source_padding(model: PreTrainedModel, call: Mapping[str, Any]) -> boo
         model: the float model.
         call: a call of the user.
     """
-    main, parameters = model.main_input_name, inspect.signature(model.forward).parameters
-    if not model.config.is_encoder_decoder or main == "input_ids" or "attention_mask" not in parameters:
+    if not may_read_source_padding(model):
         return False
     given = {**call, "use_cache": False}
-    own, features = given.pop("attention_mask", None), given[main]
+    own, features = given.pop("attention_mask", None), given[model.main_input_name]
     sizes = features.shape[1:] if own is None else own.shape[1:]
     with torch.no_grad():
         expected = model(**given).logits

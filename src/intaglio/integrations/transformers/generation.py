@@ -28,6 +28,7 @@ from intaglio.integrations.transformers.float_programs import (
     OTHER_ARGUMENTS,
     FloatPrograms,
     has_source_padding,
+    may_read_source_padding,
     reads_source_padding,
 )
 from intaglio.integrations.transformers.folders import PROGRAM_NAMES, Numbering, ProgramList
@@ -96,7 +97,7 @@ def unsupported_cache(model: PreTrainedModel) -> str | None:
 def unsupported_padding(model: PreTrainedModel, data: Any) -> str | None:
     """Return why no program can take the padding of the data, or ``None``."""
     calls = data if isinstance(data, UserCalls) else UserCalls(model, data)
-    if not model.config.is_encoder_decoder or not has_source_padding(calls):
+    if not may_read_source_padding(model) or not has_source_padding(calls):  # the second reads all data
         return None
     reads = reads_source_padding(model, next(iter(calls)))
     return "its decoder reads a padding mask of the encoder's input" if reads else None

@@ -16,8 +16,8 @@ bytes. Two steps of 6 pixels by 16 outputs, 768 products, take
     weights      4 loads of two registers, 8 interleavings of the four channels of two steps
     products     24
 
-and 2 instructions of the loop, 44 in all. Tiles of up to `DOT_ROWS` pixels use
-dot products of signed and unsigned bytes.
+and 2 instructions of the loop, 44 in all. Tiles of up to `DOT_ROWS` pixels use dot products of
+signed and unsigned bytes.
 
 So an instruction does 12.9 products with `NEON_DOT` and 17.5 with `NEON_I8MM`. The kernels of XNNPACK for 4 rows by 16
 outputs do 13.0 (4x16c4-minmax-rndnu-aarch64-neondot-ld128.S) and 17.7 (qs8-qc8w-gemm-4x16c8-minmax-fp32-neoni8mm.c, one

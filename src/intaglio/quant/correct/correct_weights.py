@@ -108,7 +108,7 @@ def correct(
             with returned_memory() if takes_much_memory(region) else nullcontext():
                 corrector.correct_region(region)
             done += 1
-            if done == count:  # Nothing reads the results of the last layer, which may be logits of many words.
+            if done == count:  # Nothing reads the results of the last layer, maybe logits of a large vocabulary.
                 break
     final = annotated_with_biases(annotations, evaluation.biases)
     biases = {name: values.numpy() for name, values in evaluation.biases.items()}

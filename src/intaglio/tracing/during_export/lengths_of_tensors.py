@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+OWN_LENGTHS = ("torch", "intaglio", *sys.stdlib_module_names)
+"""Packages whose Python modules keep the ``len`` of Python."""
+
 
 def size_or_length(value: Any) -> Any:
     """Return the first size of a tensor, which may be a ``torch.SymInt``, and the length of anything else."""
@@ -38,12 +41,5 @@ def dynamic_lengths(model: nn.Module) -> Iterator[None]:
 def _scopes(model: nn.Module) -> list[dict[str, Any]]:
     """Return the global variables of the Python modules that define classes of the model."""
     classes = {base for module in model.modules() for base in type(module).__mro__}
-    scopes: dict[int, dict[str, Any]] = {}
-    for base in classes:
-        package = base.__module__.partition(".")[0]
-        if package in ("torch", "intaglio") or package in sys.stdlib_module_names:
-            continue
-        found = vars(sys.modules[base.__module__]) if base.__module__ in sys.modules else {}
-        own = getattr(vars(base).get("forward"), "__globals__", found)
-        scopes.update({id(scope): scope for scope in (found, own)})
-    return list(scopes.values())
+    names = {base.__module__ for base in classes if base.__module__ in sys.modules}
+    return [vars(sys.modules[name]) for name in names if name.partition(".")[0] not in OWN_LENGTHS]
