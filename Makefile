@@ -5,6 +5,8 @@ PIP     = .venv/bin/python -m pip -qq --disable-pip-version-check --no-input
 # Bytecode of what is imported is written on the way; that of all files would take half a minute.
 INSTALL = $(PIP) install --no-compile $(addprefix -c ,$(CONSTRAINTS))
 CONSTRAINTS = constraints.txt
+# Newer than that of the Python, which may take twice as long to read the index.
+PIP_VERSION = pip==26.3
 STAMP   = .venv/installed
 DOCS    = .venv/installed_docs
 SPELLED = $(wildcard *.md) docs src tests benchmarks examples
@@ -113,6 +115,7 @@ docs: $(STAMP) $(DOCS)
 # torchvision is for examples/newcomer.py; with its dependencies it would bring another build of torch.
 $(STAMP): pyproject.toml Makefile $(CONSTRAINTS) | check
 	$(PYTHON) -m venv .venv
+	$(PIP) install $(PIP_VERSION)
 	$(INSTALL) torch==2.13.0 -e '.[dev]'
 	$(INSTALL) --no-deps torchvision==0.28.0 pillow
 	@touch $@

@@ -223,7 +223,7 @@ def own_model():
         (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "eos_token_id": 95}))
         write_config(folder, small_llama(), compressed_settings(4, 32))
         entries = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(entries | {"architectures": ["Own"]}))
+        (folder / "config.json").write_text(json.dumps(entries | {"architectures": ["Own"], "use_cache": False}))
         with pytest.raises(ArtifactError, match="pass model_class= if it is a class of yours"):
             intaglio.from_checkpoint(folder)
         with logged_warnings() as found:

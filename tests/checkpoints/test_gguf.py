@@ -184,6 +184,7 @@ def test_two_tensors_of_a_name_are_an_error(tmp_path):
         stages.read_checkpoint(tmp_path / "model.gguf")
 
 
+@pytest.mark.slow(reason="compiles a third model; folders have the same test")
 def test_tensors_that_are_not_known_are_warned_about(file_with_more_tensors):
     logged = with_more_tensors(file_with_more_tensors)[3]
     assert any("LlamaForCausalLM does not use the tensors blk.0.attn_rot_embd" in text for text in logged)

@@ -78,6 +78,7 @@ def test_a_gptq_model_generates(in_order, tmp_path):
     assert_generates(model, exact, tmp_path / "saved")
 
 
+@pytest.mark.slow(reason="compiles a model; a model of compressed-tensors generates with the same kind of weights")
 def test_layers_that_share_the_order_of_their_inputs_share_a_gather():
     """The order of the test depends on the number of inputs, as query, key and value have the same."""
     graph = gptq_model(False)[1].programs["decoder"].graph

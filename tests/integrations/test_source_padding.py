@@ -73,6 +73,7 @@ def test_models_quantized_without_padding_refuse_it(tmp_path):
         assert error.value.remedy == "quantize the model with batches of which one has padding"
 
 
+@pytest.mark.slow(reason="quantizes a model")
 def test_whisper_reads_no_padding():
     model, int8_model, _ = quantized("whisper")
     call = calibration("whisper")[0]

@@ -78,6 +78,7 @@ def test_no_threads_are_started_beside_those_of_pytorch():
     assert words_of_a_process()[0] == "0"
 
 
+@pytest.mark.slow(reason="a process imports PyTorch and compiles a program")
 @needs_openmp
 def test_a_child_of_fork_runs_operators_of_pytorch_programs_and_kernels():
     assert words_of_a_process()[1:] == ["0", "True"]

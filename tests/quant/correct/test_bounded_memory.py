@@ -81,6 +81,7 @@ print(quantized.text("corrections").splitlines()[0][:17])
 """
 
 
+@pytest.mark.slow(reason="a process imports PyTorch and quantizes a model")
 def test_weights_that_equalization_replaces_are_freed():
     done = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, check=True)
     smoothed = "smooth: 2 values,"

@@ -85,7 +85,7 @@ def test_corrections_cost_at_most_a_fifth_of_a_decibel_on_average(correction):
     assert sum(every) / len(every) <= 0.2, every
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", slow_params_except("perceptron", of=NETWORKS, reason="they have more layers"))
 @pytest.mark.parametrize("correction", DEFAULT_ALONE)
 def test_no_number_of_samples_costs_more_than_a_decibel(network, correction):
     assert max(losses(network, correction)) <= 1
