@@ -14,6 +14,7 @@ from torch import nn
 import intaglio
 from intaglio import numerics, stages
 from intaglio.errors import CalibrationError, SelectorError
+from intaglio.quant.calibrate.batches import log_once
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.observer import Observer
 from intaglio.quant.calibrate.prepare import prepare
@@ -469,6 +470,15 @@ def test_few_samples_constants_and_equal_batches_are_found(caplog):
     assert [record.message for record in caplog.records if record.name == "intaglio.lint"] == [
         str(finding) for finding in ranges.findings
     ]
+
+
+def test_parts_of_a_model_log_equal_findings_once(caplog):
+    with log_once():
+        first, second = (calibrate(prepare(CAPTURED), [X[:size]]) for size in (3, 3))
+        calibrate(prepare(CAPTURED), [X[:4]])
+    assert first.findings == second.findings
+    few = ["data: 3 samples are few", "data: 4 samples are few"]
+    assert [text.partition(";")[0] for text in caplog.messages] == few
 
 
 def test_images_that_were_not_normalised_are_found():

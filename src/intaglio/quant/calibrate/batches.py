@@ -26,17 +26,26 @@ Data = Iterable[Any] | Callable[[Any], Any] | torch.Tensor
 
 
 _LOGGED: ContextVar[set[str] | None] = ContextVar("logged", default=None)
-"""Decisions about batches that were logged inside of the current `log_once`."""
+"""Messages about batches that were logged inside of the current `log_once`."""
 
 
 @contextlib.contextmanager
 def log_once() -> Iterator[None]:
-    """Log every decision about batches once, although several stages read the same data."""
+    """Log every message about batches once, although several stages and parts of a model read the same data."""
     token = _LOGGED.set(set() if (outer := _LOGGED.get()) is None else outer)
     try:
         yield
     finally:
         _LOGGED.reset(token)
+
+
+def log_about_data(log: logging.Logger, level: int, message: str) -> None:
+    """Log a message about batches, unless it was logged inside of the current `log_once`."""
+    logged = _LOGGED.get()
+    if logged is None or message not in logged:
+        log.log(level, "%s", message)
+    if logged is not None:
+        logged.add(message)
 
 
 def batches(data: Any) -> Iterator[Any]:
@@ -195,11 +204,7 @@ class Binder:
         if self._warned or not left_out:
             return
         self._warned = True
-        message, logged = f"{decision}; left out: {', '.join(left_out)}", _LOGGED.get()
-        if logged is None or message not in logged:
-            logger.info("%s", message)
-        if logged is not None:
-            logged.add(message)
+        log_about_data(logger, logging.INFO, f"{decision}; left out: {', '.join(left_out)}")
 
 
 def binder_for(model: torch.nn.Module) -> Binder:

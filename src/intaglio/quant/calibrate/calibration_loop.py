@@ -18,7 +18,7 @@ from intaglio.argument_checks import check_arguments_except
 from intaglio.errors import CalibrationError, InputError, did_you_mean
 from intaglio.ir import Signature
 from intaglio.progress import progress_shown, track
-from intaglio.quant.calibrate.batches import Binder, batches, length_of, peek
+from intaglio.quant.calibrate.batches import Binder, batches, length_of, log_about_data, peek
 from intaglio.quant.calibrate.custom_observer import activation_edges
 from intaglio.quant.calibrate.data_checks import check_data
 from intaglio.quant.calibrate.distributed import Group, merge_statistics
@@ -109,7 +109,7 @@ def calibrate(
         )
         warnings.warn(text, stacklevel=3)
     for finding in ranges.findings if group.rank == 0 else ():
-        logger.warning("%s", finding)
+        log_about_data(logger, logging.WARNING, str(finding))
     return ranges
 
 
