@@ -56,6 +56,26 @@ def test_compare_shows_how_many_samples_are_done(display):
     assert len(display.seen) == count
 
 
+def test_quantize_names_the_part_at_work(display):
+    class Chosen(nn.Module):
+        """A network that calls one of its blocks for the values of an input, so that its blocks are quantized."""
+
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)])
+
+        def forward(self, x):
+            return self.blocks[int(x.sum() > 0)](x)
+
+    data = [torch.rand(4, 4), -torch.rand(4, 4)]
+    assert len(intaglio.quantize(Chosen().eval(), data, progress=True).parts) == 2
+    stages = list(dict.fromkeys(stage for stage, *_ in display.seen))
+    assert stages[:3] == ["1/5 capture", "blocks.0: 1/5 capture", "blocks.1: 1/5 capture"]
+    names = list(dict.fromkeys(stage.partition(":")[0] for stage in stages[3:]))
+    assert names == ["blocks.0, part 1 of 2", "blocks.1, part 2 of 2"]
+    assert "blocks.1, part 2 of 2: 3/5 calibrate" in stages
+
+
 @pytest.mark.slow(reason="a report with changes; quantize shows its stages above")
 def test_report_and_explain_show_the_changes_they_try(display):
     model = intaglio.quantize(NET, DATA, progress=False)

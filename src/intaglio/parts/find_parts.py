@@ -15,6 +15,7 @@ from intaglio.errors import CaptureError, IntaglioError
 from intaglio.parts.call_recorder import MOST_BYTES, RecordedCalls, count_macs, recorded_calls
 from intaglio.parts.capture_part import capture_part, run_call, wide_enough
 from intaglio.parts.part_module import QuantizedPart, alone
+from intaglio.progress import progress_of
 from intaglio.quant.calibrate.batches import Call, Use, batches, binder_for
 from intaglio.runtime import FloatPart, QuantizedModel
 from intaglio.signature.tensor_checks import unsupported_reason
@@ -163,8 +164,11 @@ class _PartSearch:
             with recorded_calls({one.path: one.module for one in group}) as logs:
                 for call in self.calls:
                     run_call(self.model, call)
-            for one in group:
-                result = self.quantize(one, logs.pop(one.path))
+            while group:
+                one = group.pop(0)
+                count = len(found) + 1 + len(group) + len(waiting)
+                with progress_of(f"{one.path}, part {len(found) + 1} of {count}"):
+                    result = self.quantize(one, logs.pop(one.path))
                 if isinstance(result, str):
                     waiting += self.instead_of(one.path, one.module, result)
                 else:
@@ -188,7 +192,8 @@ class _PartSearch:
         if reason is None:
             part = alone(module, path)
             try:
-                return [_Candidate(path, module, part, capture_part(part, log))]
+                with progress_of(path):
+                    return [_Candidate(path, module, part, capture_part(part, log))]
             except IntaglioError as error:
                 reason = _first_line(error)
         return self.instead_of(path, module, reason)

@@ -18,6 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Item = TypeVar("Item")
 
 _shown: ContextVar[tuple[Display, Sequence[str]] | None] = ContextVar("shown", default=None)
+_module: ContextVar[str] = ContextVar("module", default="")
 
 
 def report_progress(stage: str, done: int = 0, total: int | None = None, what: str = "") -> None:
@@ -31,10 +32,11 @@ def report_progress(stage: str, done: int = 0, total: int | None = None, what: s
     """
     if (shown := _shown.get()) is not None:
         display, stages = shown
+        module = f"{_module.get()}: " if _module.get() else ""
         if len(stages) < 2:
-            display.show(stage, done, total, what)
+            display.show(f"{module}{stage}", done, total, what)
         elif stage in stages:
-            display.show(f"{stages.index(stage) + 1}/{len(stages)} {stage}", done, total, what)
+            display.show(f"{module}{stages.index(stage) + 1}/{len(stages)} {stage}", done, total, what)
 
 
 def track(items: Iterable[Item], stage: str, total: int | None) -> Iterator[Item]:
@@ -43,6 +45,16 @@ def track(items: Iterable[Item], stage: str, total: int | None) -> Iterator[Item
     for done, item in enumerate(items, 1):
         yield item
         report_progress(stage, done, total)
+
+
+@contextmanager
+def progress_of(module: str) -> Iterator[None]:
+    """Show the name of a module in front of its stages, where several modules have the same stages."""
+    token = _module.set(module)
+    try:
+        yield
+    finally:
+        _module.reset(token)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class TerminalDisplay:
         )
 
         self.bar = Progress(
-            *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+            *(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
             *(TimeRemainingColumn(compact=True), TextColumn("{task.fields[what]}", markup=False)),
             console=Console(stderr=True),
             transient=True,

@@ -37,7 +37,9 @@ from intaglio.integrations.transformers.quantized_generator import (
     generator_with_surface,
 )
 from intaglio.integrations.transformers.quantized_transformer import QuantizedTransformer
+from intaglio.progress import progress_of
 from intaglio.quant.calibrate.batches import Call, Use, peek
+from intaglio.runtime import QuantizedModel
 from intaglio.signature import clone_tensors
 
 FEW_TOKENS = 2
@@ -155,7 +157,10 @@ def quantize_generator(model: PreTrainedModel, data: Any, quantize: Quantize) ->
     """Return the int8 model with a cache. See `intaglio.integrations.Integration` for the arguments."""
     calls = UserCalls(model, data)
     source = FloatPrograms.of(model, calls)
-    found = {name: quantize(one.module, one.calls, one.example) for name, one in source.programs(calls).items()}
+    sources, found = source.programs(calls), dict[str, QuantizedModel]()
+    for name, one in sources.items():
+        with progress_of(name if len(sources) > 1 else ""):
+            found[name] = quantize(one.module, one.calls, one.example)
     programs = {name: found[name] for name in PROGRAM_NAMES[-1] if name in found}
     numbering = _numbering(model, source.names, source.first)
     listed = ProgramList(tuple(programs), numbering, source.takes_padding)
