@@ -43,9 +43,13 @@ class RecordedCalls:
     packed: bool = False
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record a copy of the arguments of a call. Calls without samples are left out."""
+        """Record a copy of the arguments of a call.
+
+        Calls without samples are left out, and those with the arguments of the recorded call before, as a vision model
+        gets them when text is generated for the images of a batch.
+        """
         tensors = _tensors((args, kwargs))
-        if not tensors or any(not tensor.numel() for tensor in tensors):
+        if not tensors or any(not tensor.numel() for tensor in tensors) or self.repeats((args, dict(kwargs))):
             return
         self.forms.add(_form(args, kwargs))
         if self.seen % self.every == 0 and (self.most is None or len(self.calls) < self.most):
@@ -57,6 +61,12 @@ class RecordedCalls:
             self.calls, self.every = self.calls[::2], 2 * self.every
             self.size = sum(tensor.numel() * tensor.itemsize for tensor in _tensors(self.calls))
 
+    def repeats(self, call: Call) -> bool:
+        """Return whether a call has the arguments of the last one that is recorded."""
+        last, tree = pytree.tree_flatten(self.calls[-1] if self.calls else None)
+        leaves, own = pytree.tree_flatten(call)
+        return own == tree and all(map(_equal, last, leaves))
+
     @property
     def expected_bytes(self) -> int:
         """Return about how many bytes the arguments of all calls have, from those that are recorded."""
@@ -67,6 +77,12 @@ def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return everything about arguments that a graph fixes."""
     leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
     return str(tree), *[(leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return not (a.is_nested or b.is_nested) and a.dtype == b.dtype and torch.equal(a, b)
+    return a is b or (isinstance(a, (str, int, float)) and isinstance(b, type(a)) and a == b)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
