@@ -169,7 +169,8 @@ def _quantize(
         example = example or ExportExample(example_inputs, dynamic_shapes)
         captured, call, rest = capture_model(module, batches, example.inputs, example.dynamic_shapes)
         check_calls(captured, module, example.checks)
-        own = [_prepared_for_example(quantizer, example, captured)]
+        settings = replace(quantizer, decoder=True) if _decoders_of(module) else quantizer
+        own = [_prepared_for_example(settings, example, captured)]
         modules.append(PartOutline.of(captured, *own))
         del captured
         return _quantized(module, own, call, rest, samples, progress, options)
@@ -187,6 +188,12 @@ def _quantize(
         return _in_parts(model, data if kept is None else chain(kept, data), refused, quantizer, samples, options)
 
 
+def _decoders_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the modules of a model that are decoders."""
+    integration = integration_for(model)
+    return () if integration is None else integration.decoder_paths(model)
+
+
 def _prepared_for_example(quantizer: Quantizer, example: ExportExample, captured: Captured) -> Prepared:
     """Prepare a module of an integration, with the cached inputs of the module's example."""
     own = replace(quantizer, cached_inputs=example.cached_inputs) if example.cached_inputs else quantizer
@@ -202,11 +209,13 @@ def _in_parts(
     options: CompileOptions,
 ) -> PartlyQuantizedModel:
     """Quantize the parts of a model whose capture was refused."""
-    parts, integration = list[PartOutline](), integration_for(model)
+    parts, integration, decoders = list[PartOutline](), integration_for(model), _decoders_of(model)
 
-    def quantize_part(part: nn.Module, captured: Captured, call: Call, batches: Any) -> QuantizedModel:
+    def quantize_part(path: str, part: nn.Module, captured: Captured, call: Call, batches: Any) -> QuantizedModel:
+        is_decoder = any(not home or f"{path}.".startswith(f"{home}.") for home in decoders)
+        settings = replace(quantizer_for_part(quantizer, captured), decoder=is_decoder)
         try:
-            own = [prepare(captured, quantizer_for_part(quantizer, captured))]
+            own = [prepare(captured, settings)]
         except UnsupportedError:
             parts.append(PartOutline.of(captured, None))
             raise

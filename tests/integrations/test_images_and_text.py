@@ -22,7 +22,7 @@ def inputs(size: int, length: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow(reason="quantizes the parts of a model")
-def test_a_decoder_with_images_generates_with_a_cache():
+def test_a_decoder_with_images_generates_with_a_cache(caplog):
     sizes = {**SIZES, **WIDE, "vocab_size": VOCABULARY + 1}
     torch.manual_seed(0)
     kind = library().LlavaForConditionalGeneration
@@ -38,7 +38,11 @@ def test_a_decoder_with_images_generates_with_a_cache():
         parameter.data.mul_(2 if parameter.dim() > 1 else 1)
     int8 = intaglio.quantize(model, [inputs(2, 8), inputs(3, 8), inputs(2, 9)], progress=False)
     assert isinstance(int8, PartlyQuantizedModel)
+    assert "contents are equal" not in caplog.text, "images of a batch are not counted again when text is generated"
     assert int8.model.config.get_text_config(decoder=True).use_cache
+    per_token = {path for path, part in int8.parts.items() if "quantize_rows(" in part.text("integer")}
+    text_parts = {path for path in int8.parts if path.startswith(("model.language_model.", "lm_head"))}
+    assert per_token == text_parts < set(int8.parts)
     call = inputs(1, 6)
     with torch.no_grad():
         assert sqnr(int8(**call).logits, model(**call).logits) > 20

@@ -323,6 +323,7 @@ def test_models_whose_cache_is_not_keys_and_values_generate_with_int8_parts(mamb
     assert re.search("quantized in parts, because a layer of its cache is a [A-Za-z]+Layer", caplog.text)
     projections = [f"backbone.layers.0.mixer.{name}_proj" for name in ("in", "x", "out")]
     assert list(int8_model.parts) == [*projections, "lm_head"]
+    assert all("quantize_rows(" in part.text("integer") for part in int8_model.parts.values())
     assert not re.search("contents are equal", caplog.text)
     for size, length in ((4, 7), (1, 3), (2, 8)):
         inputs = batch("llama", size, length)

@@ -204,6 +204,38 @@ def test_other_models_have_no_integration():
     assert integration_for(nn.Linear(2, 2)) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("BertModel", ()),
+        ("BertForSequenceClassification", ()),
+        ("LlamaModel", ("",)),
+        ("LlamaForSequenceClassification", ("",)),
+        ("LlamaForCausalLM", ("model", "lm_head")),
+        ("T5ForConditionalGeneration", ("decoder", "lm_head")),
+        ("T5EncoderModel", ()),
+        ("CLIPTextModel", ()),
+    ],
+)
+def test_decoders_are_models_that_generate_and_their_base_models(library, name, expected):
+    kind = getattr(library, name)
+    model = kind(kind.config_class(**SMALL, vocab_size=20, d_model=32, num_layers=1, num_heads=2, d_kv=16, d_ff=64))
+    assert integration_for(model).decoder_paths(model) == expected
+
+
+@pytest.mark.slow(reason="compiles two models; parts of decoders and decoders with a cache have scales per token too")
+@pytest.mark.parametrize(("name", "settings"), [("LlamaModel", {}), ("LlamaForCausalLM", {"use_cache": False})])
+def test_decoders_without_a_cache_have_scales_per_token(library, name, settings, batch):
+    torch.manual_seed(0)
+    kind = getattr(library, name)
+    model = kind(kind.config_class(vocab_size=len(WORDS), **SMALL, **settings)).eval()
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    found = intaglio.quantize(model, [inputs], recipe=UNCORRECTED, progress=False)
+    assert found.text("integer").count(" = quantize_rows(") >= 4
+    calibrated = intaglio.quantize(model, [inputs], recipe="transformer", progress=False)
+    assert " = quantize_rows(" not in calibrated.text("integer")
+
+
 def test_a_pipeline_takes_the_model(library, float_model, int8_model, tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
         pipes = [

@@ -73,6 +73,14 @@ class Integration(Protocol):
             call: the call for the first batch.
         """
 
+    def decoder_paths(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the paths of modules that are decoders, or "" for the model itself. They have the default settings of
+        decoders.
+
+        Args:
+            model: a float model of the library.
+        """
+
 
 INTEGRATIONS = (
     ("sentence_transformers.SentenceTransformer", "intaglio.integrations.sentence_transformers"),

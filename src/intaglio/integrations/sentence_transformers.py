@@ -50,6 +50,14 @@ def further_calls(model: nn.Module, call: Call) -> list[Use]:
     return []
 
 
+def decoder_paths(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the decoders inside."""
+    inner = {path: one for path, one in model.named_modules() if is_of_library(one, "transformers.PreTrainedModel")}
+    return tuple(
+        f"{path}.{own}".strip(".") for path, one in inner.items() for own in transformers.decoder_paths(cast(Any, one))
+    )
+
+
 def inner_calls(model: nn.Module, inner: nn.Module, data: Any) -> Iterator[dict[str, Any]]:
     """Yield the arguments that the transformer gets for each batch of the data. It does not run.
 

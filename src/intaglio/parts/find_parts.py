@@ -32,8 +32,9 @@ CHECKED_CALLS = 4
 NOT_CALLED = "no batch calls it with tensors"
 OUTSIDE_OF_PARTS = "it is computed by Python code outside of the quantized parts"
 
-QuantizePart = Callable[[nn.Module, Captured, Call, Sequence[Any]], QuantizedModel]
-"""Quantizes a part. Its arguments are the float module, its captured form, the arguments of one call, and data."""
+QuantizePart = Callable[[str, nn.Module, Captured, Call, Sequence[Any]], QuantizedModel]
+"""Quantizes a part. Its arguments are its path, the float module, its captured form, the arguments of one call, and
+data."""
 
 
 @dataclass
@@ -218,7 +219,7 @@ class _PartSearch:
             captured = wide_enough(one.captured, one.part, log)
             args, kwargs = log.calls[0]
             data = [(*args, *kwargs.values()) for args, kwargs in log.calls]
-            found = self.quantize_part(one.part, captured, (args, kwargs), data)
+            found = self.quantize_part(one.path, one.part, captured, (args, kwargs), data)
         except IntaglioError as error:
             return _first_line(error)
         logger.info("quantized the part %s", one.path)

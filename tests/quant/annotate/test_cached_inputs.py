@@ -119,10 +119,10 @@ def test_another_data_type_is_an_error_with_a_remedy():
     reference_of(Recipe(default=Setting(activations_dtype="s8")))
 
 
-def dynamic_layers(recipe: Recipe, cached=CACHED) -> set[str]:
+def dynamic_layers(quantizer: Quantizer) -> set[str]:
     """The layers that quantize what they read at run time."""
     captured = stages.capture(Heads().eval(), calls()[0], dynamic_shapes=SHAPES)
-    annotations = stages.annotate(captured, Quantizer(recipe, cached_inputs=cached))
+    annotations = stages.annotate(captured, quantizer)
     return {origin(region.anchor).path for region in annotations.regions if region.dynamic}
 
 
@@ -144,11 +144,20 @@ LAYERS = {"q", "k", "v", "o"}
     ],
 )
 def test_linear_layers_beside_a_cache_have_scales_per_token(recipe, expected):
-    assert dynamic_layers(recipe) == expected
+    assert dynamic_layers(Quantizer(recipe, cached_inputs=CACHED)) == expected
+    assert dynamic_layers(Quantizer(recipe, decoder=True)) == expected, "their cache may be outside of the graph"
 
 
 def test_linear_layers_without_a_cache_are_calibrated():
-    assert dynamic_layers(Recipe(), {}) == set()
+    assert dynamic_layers(Quantizer()) == set()
+
+
+def test_the_text_of_a_decoder_has_its_decided_recipe():
+    captured = stages.capture(Heads().eval(), calls()[0], dynamic_shapes=SHAPES)
+    texts = stages.prepare(captured, Quantizer(decoder=True)).model_info.texts
+    assert 'activations = "token"' in texts["quantizer"]
+    again = stages.prepare(captured, Quantizer.from_toml(texts["quantizer"]))
+    assert again.model_info.texts["sites"] == texts["sites"]
 
 
 def test_the_text_of_a_quantizer_keeps_cached_inputs():

@@ -87,6 +87,23 @@ def further_calls(model: PreTrainedModel, call: Call) -> list[Use]:
     return steps_of_generate(model, call) if generates_with_cache(model, [call[1]]) else []
 
 
+def decoder_paths(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the paths of the decoder and of the layer in front of the vocabulary, if the model generates.
+
+    Of a decoder without that layer, such as one for embeddings of sentences, it is the path of the model itself.
+    """
+    from transformers import GenerationMixin
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = model.config
+    if not isinstance(model, GenerationMixin):
+        is_decoder = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and getattr(config, "is_decoder", True)
+        return ("",) if is_decoder and not config.is_encoder_decoder else ()
+    generator: Any = model
+    found = (generator.get_decoder(), generator.get_output_embeddings())
+    return tuple(path for path, module in model.named_modules() if any(module is one for one in found))
+
+
 @check_arguments
 def from_pretrained(
     folder: str | Path,

@@ -326,8 +326,8 @@ def passes_for(quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:
 def _resolve_options(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
     """Return the quantizer with all open options of its recipe decided for this graph."""
     imported = any(map(grouped_weight, module.graph.nodes))
-    decided = decide_recipe(quantizer.recipe, module, decoder=bool(quantizer.cached_inputs) and not imported)
-    return replace(quantizer, recipe=with_imported_activations(decided, quantizer.recipe, module))
+    decided = decide_recipe(quantizer.recipe, module, decoder=quantizer.is_decoder and not imported)
+    return replace(quantizer, recipe=with_imported_activations(decided, quantizer.recipe, module), decoder=False)
 
 
 def reannotate(prepared: Prepared, module: fx.GraphModule) -> Annotations:

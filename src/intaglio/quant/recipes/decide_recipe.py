@@ -15,7 +15,7 @@ def decide_recipe(recipe: Recipe, module: fx.GraphModule, decoder: bool) -> Reci
     Args:
         recipe: the given recipe.
         module: the graph.
-        decoder: whether it keeps keys and values for later calls, and its layers have float weights.
+        decoder: whether it is that of a decoder, whose layers have float weights.
     """
     found = [(node, record) for node in module.graph.nodes if (record := record_of(node)) is not None]
     if not decoder:

@@ -44,6 +44,8 @@ class Quantizer:
         cached_inputs: inputs that hold results of an earlier call, which the setting ``cache`` is about: position of
             the tensor among those of the arguments -> position among those of the result, or ``None`` if the result
             comes from another model.
+        decoder: open settings of the recipe are those of decoders, as they are with cached inputs. For a decoder, or
+            layers of one, whose cache is outside of the graph.
     """
 
     recipe: Recipe = OPEN_RECIPE
@@ -56,6 +58,7 @@ class Quantizer:
     outputs: str = "float"
     int8_buffers: bool | str | Iterable[str] = ()
     cached_inputs: Mapping[int, int | None] = field(default_factory=dict)
+    decoder: bool = False
 
     def __post_init__(self) -> None:
         if self.outputs not in tuple(OutputType):
@@ -100,10 +103,15 @@ class Quantizer:
         return self.outputs == OutputType.INT8
 
     @property
+    def is_decoder(self) -> bool:
+        """Return whether open settings of the recipe are those of decoders."""
+        return self.decoder or bool(self.cached_inputs)
+
+    @property
     def has_text(self) -> bool:
         """Return whether `to_toml` represents everything, which it does only for recipe, input and cached inputs."""
         ends = self.skip_first or self.skip_last or self.integers or self.buffers
-        return not (self.patterns or self.operators or ends or self.annotator)
+        return not (self.patterns or self.operators or ends or self.annotator or self.decoder)
 
     def to_toml(self) -> str:
         """Return the recipe without parameters as TOML, a table ``[input."name"]`` per image, or ``[input.""]``, and a

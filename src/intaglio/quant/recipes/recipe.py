@@ -152,7 +152,7 @@ class Recipe:
 
     @check_arguments_except("linear")
     def with_decoder_defaults(self, linear: Iterable[str]) -> Recipe:
-        """Return a copy whose default leaves nothing open, for a model with a key-value cache.
+        """Return a copy whose default leaves nothing open, for a decoder.
 
         Args:
             linear: operators of its linear layers. These have scales per token, unless the default says how activations

@@ -1,4 +1,4 @@
-"""Settings of one operator, and the defaults of models without attention, with it, and with a key-value cache."""
+"""Settings of one operator, and the defaults of models without attention, with it, and of decoders."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ TRANSFORMER = dataclasses.replace(DEFAULT, method="minmax", functions="precise",
 """Default of models with attention. Outliers of a token carry signal, so ranges are not clipped and sums stay in float.
 SmoothQuant is added to the corrections (docs/transformers.md)."""
 DECODER = dataclasses.replace(TRANSFORMER, rotate=True)
-"""Default of models with a key-value cache."""
+"""Default of decoders."""
 DECODER_LINEAR = Setting(activations="token")
 """Default of their linear layers. Pretrained decoders have channels and tokens far larger than all others, which take
 the precision of every value that shares a calibrated scale with them (docs/generation.md)."""
