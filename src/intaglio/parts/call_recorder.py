@@ -28,6 +28,7 @@ class RecordedCalls:
         most: largest number of recorded calls, the first ones; ``None``: all, or evenly distributed ones.
         calls: the arguments of the recorded calls.
         forms: what a graph would fix about the arguments of each call, recorded or not.
+        shapes: shapes of each tensor in all calls, by its place among the leaves of the arguments.
         seen: number of calls with samples.
         size: bytes of the recorded arguments.
         every: one in this many calls is recorded.
@@ -37,6 +38,7 @@ class RecordedCalls:
     most: int | None = None
     calls: list[Call] = field(default_factory=list)
     forms: set[tuple[Any, ...]] = field(default_factory=set)
+    shapes: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
     seen: int = 0
     size: int = 0
     every: int = 1
@@ -52,6 +54,9 @@ class RecordedCalls:
         if not tensors or any(not tensor.numel() for tensor in tensors) or self.repeats((args, dict(kwargs))):
             return
         self.forms.add(_form(args, kwargs))
+        for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_nested:
+                self.shapes.setdefault(index, set()).add(tuple(leaf.shape))
         if self.seen % self.every == 0 and (self.most is None or len(self.calls) < self.most):
             detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, dict(kwargs)))
             self.calls.append(clone_tensors(detached))

@@ -92,29 +92,16 @@ def _without_limit(
     return other
 
 
-def wide_enough(captured: Captured, part: nn.Module, log: RecordedCalls) -> Captured:
-    """Return the captured part, captured again if its calls have sizes that the graph does not take."""
-    inputs = captured.signature.inputs
-    varying = varying_axes(log)
-    fixed = any(
-        isinstance(entry.type.shape[axis], int) for entry in inputs for axis in varying.get(entry.leaf, ()) if axis
-    )
-    return capture_part(part, log) if fixed else captured
-
-
 def varying_axes(log: RecordedCalls) -> dict[int, tuple[int, ...]]:
     """Return the axes of each leaf, except the first, whose size is not the same in all calls. Both the number of
     sequences and their length are free if sequences were packed."""
-    shapes: dict[int, list[tuple[int, ...]]] = {}
-    for call in log.calls:
-        for index, leaf in enumerate(pytree.tree_leaves((call[0], dict(call[1])))):
-            if isinstance(leaf, torch.Tensor):
-                shapes.setdefault(index, []).append(tuple(leaf.shape))
-    found = {
-        index: tuple(axis for axis in range(1, len(own[0])) if len({shape[axis] for shape in own}) > 1)
-        for index, own in shapes.items()
-    }
-    return {index: (1,) if log.packed else axes for index, axes in found.items() if axes or log.packed}
+    found = {}
+    for index, shapes in log.shapes.items():
+        sizes = zip(*shapes, strict=False)  # calls whose tensors have other numbers of axes are not those of one graph
+        axes = tuple(axis for axis, own in enumerate(sizes) if axis and len(set(own)) > 1)
+        if log.packed or axes:
+            found[index] = (1,) if log.packed else axes
+    return found
 
 
 def _union(first: Mapping[int, Collection[int]], second: Mapping[int, Collection[int]]) -> dict[int, Collection[int]]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from intaglio.errors import CaptureError, IntaglioError
 from intaglio.parts.call_recorder import MOST_BYTES, RecordedCalls, count_macs, recorded_calls
-from intaglio.parts.capture_part import capture_part, run_call, wide_enough
+from intaglio.parts.capture_part import capture_part, run_call
 from intaglio.parts.part_module import QuantizedPart, alone
 from intaglio.progress import progress_of
 from intaglio.quant.calibrate.batches import Call, Use, batches, binder_for
@@ -216,10 +216,9 @@ class _PartSearch:
         if (reason := _unsupported(log.calls) or _varying(log)) is not None:
             return reason
         try:
-            captured = wide_enough(one.captured, one.part, log)
             args, kwargs = log.calls[0]
             data = [(*args, *kwargs.values()) for args, kwargs in log.calls]
-            found = self.quantize_part(one.path, one.part, captured, (args, kwargs), data)
+            found = self.quantize_part(one.path, one.part, one.captured, (args, kwargs), data)
         except IntaglioError as error:
             return _first_line(error)
         logger.info("quantized the part %s", one.path)
