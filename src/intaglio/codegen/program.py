@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from intaglio.codegen.context import Context, describe, step_symbol
@@ -45,6 +46,7 @@ from intaglio.codegen.emitters.emit_steps import (
     emit_table,
 )
 from intaglio.codegen.shared_bodies import with_shared_bodies
+from intaglio.codegen.short_names import ShortNames
 from intaglio.codegen.writer import Code
 from intaglio.ir import External, HostCall, IslandCall, Program, StepInfo, TensorType
 from intaglio.ir.dims import never_decreases
@@ -130,9 +132,10 @@ def emit(plan: Plan, name: str) -> Program:
     code()
     _segments(code, context)
     _plan_table(code, context)
+    names = ShortNames({op.origin.path for op in plan.graph.ops}, code.text())
     return Program(
         name,
-        code.text(),
+        names.of(code.text()),
         isa,
         context.blob.array(),
         context.symbols,
@@ -141,7 +144,7 @@ def emit(plan: Plan, name: str) -> Program:
         plan.segments(),
         len(plan.lifetimes) + 2 * (tiling is not None),
         {"schedules": dict(plan.schedules), "caches": (plan.target.caches.l1, plan.target.caches.l2)},
-        tuple(notes),
+        tuple(replace(note, kernel=names.of(note.kernel)) for note in notes),
         tuple(context.families.values()),
         tuple(context.range_checks),
         tiling is None and all(never_decreases(plan.buffers[one.value].size()) for one in plan.lifetimes),
