@@ -231,6 +231,7 @@ def own_model():
     return Own, model, found
 
 
+@pytest.mark.slow(reason="compiles a model; a model of compressed-tensors is compiled in its own file")
 def test_a_class_of_ones_own_is_passed():
     kind, model, _ = own_model()
     assert isinstance(model, kind)

@@ -58,6 +58,7 @@ def test_models_whose_decoder_reads_padding_are_quantized_in_parts_if_there_is_s
     assert torch.equal(generated(int8_model, call), generated(model, call))
 
 
+@pytest.mark.slow(reason="quantizes a model, and loads it again")
 def test_models_quantized_without_padding_refuse_it(tmp_path):
     int8_model = intaglio.quantize(
         speech_model(), [speech(seed, FRAMES) for seed in range(2)], recipe=UNCORRECTED, progress=False
