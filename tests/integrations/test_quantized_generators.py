@@ -9,6 +9,7 @@ import torch
 
 import intaglio
 from intaglio.errors import ArtifactError, CalibrationError, InputError, SelectorError, UnsupportedError
+from intaglio.integrations import integration_for
 from intaglio.tune.compare_models import with_int8_caches
 from support.generators import (
     END,
@@ -314,6 +315,33 @@ def mamba():
     config = library().MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4)
     torch.manual_seed(0)
     return library().MambaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def rwkv():
+    config = library().RwkvConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, context_length=16)
+    torch.manual_seed(0)
+    return library().RwkvForCausalLM(config).eval()
+
+
+def test_models_whose_steps_have_a_state_of_their_own_are_quantized_in_parts(rwkv):
+    data = [batch("llama", 2, 5)]
+    reason = "the steps of generate have state, which the batches do not have"
+    assert integration_for(rwkv).reason_for_parts(rwkv, data) == reason
+    assert integration_for(rwkv).reason_for_parts(rwkv, [data[0] | {"use_cache": False}]) is None
+    assert not rwkv._forward_pre_hooks
+
+
+@pytest.mark.slow(reason="quantizes a model of another family in parts")
+def test_models_whose_steps_have_a_state_of_their_own_generate(rwkv):
+    data = [batch("llama", 2, 5, seed=seed) for seed in range(2)]
+    int8_model = intaglio.quantize(rwkv, data, recipe=UNCORRECTED, progress=False)
+    inputs = batch("llama", 2, 5)
+    with torch.no_grad():
+        exact = rwkv(**inputs).logits
+    assert (int8_model(**inputs).logits - exact).square().mean() < 0.01 * exact.square().mean()
+    found = int8_model.generate(**inputs, max_new_tokens=3, min_new_tokens=3)
+    assert found.shape == (2, 8)
 
 
 @pytest.mark.slow(reason="quantizes a model of another family in parts")

@@ -73,11 +73,15 @@ def reason_for_parts(model: PreTrainedModel, data: Any) -> str | None:
         unsupported_cache,
         unsupported_media,
         unsupported_padding,
+        unsupported_steps,
     )
 
     if not generates_with_cache(model, data):
         return None
-    return unsupported_cache(model) or unsupported_media(model, data) or unsupported_padding(model, data)
+    if (reason := unsupported_cache(model)) is not None:
+        return reason
+    checks = (unsupported_media, unsupported_padding, unsupported_steps)
+    return next(filter(None, (check(model, data) for check in checks)), None)
 
 
 def further_calls(model: PreTrainedModel, call: Call) -> list[Use]:

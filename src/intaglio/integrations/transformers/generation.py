@@ -115,6 +115,32 @@ def unsupported_media(model: PreTrainedModel, data: Any) -> str | None:
     return _not_taken(others) if others else None
 
 
+def unsupported_steps(model: PreTrainedModel, data: Any) -> str | None:
+    """Return why a program without a cache cannot compute the steps of ``generate``, or ``None``.
+
+    Steps of RWKV, for example, have the state of the steps before as an argument, and the last token alone.
+    """
+    call = next(iter(UserCalls(model, data)))
+    if cache_refusal(model, data) is None or not (steps := steps_of_generate(model, ((), dict(call)))):
+        return None
+    given = set[str]()
+
+    def record(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        given.update(name for name, value in kwargs.items() if _has_tensor(value))
+
+    hook = model.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        steps[0](model)
+    finally:
+        hook.remove()
+    others = sorted(given - call.keys() - {"input_ids", "attention_mask", *NOT_FOR_GENERATE, *OTHER_ARGUMENTS})
+    return f"the steps of generate have {', '.join(others)}, which the batches do not have" if others else None
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in (value if isinstance(value, (list, tuple)) else [value]))
+
+
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
