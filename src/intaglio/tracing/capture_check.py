@@ -57,7 +57,7 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
     except InputError as error:
         return f"it does not take the example inputs: {error.problem}"
     if not free_symbols(captured):
-        return _differs(captured, model, args, kwargs, "the example inputs")
+        return difference_in_call(captured, model, args, kwargs, "the example inputs")
     batches = TRAINING_BATCH_SIZES if captured.training else BATCH_SIZES
     quotients = _quotients(captured)
     divided = set().union(*map(symbols_of, quotients)) & free_symbols(captured)
@@ -65,7 +65,7 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
     def compared(batch: int) -> str | None:
         sizes = _sizes(captured, args, kwargs, batch, change_lengths=batch > 1)
         some_args, some_kwargs = resized(captured, args, kwargs, sizes)
-        return _differs(captured, model, some_args, some_kwargs, f"batch {batch}")
+        return difference_in_call(captured, model, some_args, some_kwargs, f"batch {batch}")
 
     failure = None
     for batch in (*batches, *LARGER_BATCH_SIZES) if divided & _batch(captured) else batches:
@@ -138,12 +138,12 @@ def check_calls(
         kwargs: keyword arguments of every call.
     """
     for number, args in enumerate(calls):
-        if (reason := _differs(captured, model, args, kwargs or {}, f"check {number}")) is not None:
+        if (reason := difference_in_call(captured, model, args, kwargs or {}, f"check {number}")) is not None:
             problem = f"the captured graph does not compute what the model computes: {reason}"
             raise CaptureError(type(model).__name__, None, problem, remedy="pass other dynamic_shapes")
 
 
-def _differs(
+def difference_in_call(
     captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: str
 ) -> str | None:
     """Run graph and model on the same inputs and return how they differ, or ``None``."""
@@ -271,7 +271,7 @@ def allow_length_one(
         if low <= 1:
             sizes = {**_sizes(captured, args, kwargs, BATCH_SIZES[-1], change_lengths=False), name: 1}
             one_args, one_kwargs = resized(captured, args, kwargs, sizes)
-            agrees = _differs(captured, model, one_args, one_kwargs, "length 1") is None
+            agrees = difference_in_call(captured, model, one_args, one_kwargs, "length 1") is None
             ranges[name] = (1 if agrees else 2, high)
     return replace(captured, signature=replace(captured.signature, ranges=ranges))
 

@@ -23,6 +23,7 @@ from intaglio.torch_private import global_hooks_for, pytree
 from intaglio.tracing.capture_check import (
     WRONG_TYPE,
     allow_length_one,
+    difference_in_call,
     disagreement,
     free_symbols,
     larger_example,
@@ -135,7 +136,7 @@ def _with_padding(captured: Captured, model_copy: nn.Module, args: tuple[Any, ..
         return captured
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that nested tensors are a prototype
-        differs = disagreement(captured, model_copy, args, kwargs) is not None
+        differs = difference_in_call(captured, model_copy, args, kwargs, "the example") is not None
     return replace(captured, model_info=captured.model_info.with_stage((PADDING_SKIPPED,))) if differs else captured
 
 
