@@ -31,6 +31,18 @@ def test_a_call_with_the_arguments_of_the_one_before_is_left_out(calls, kept):
     assert logs["x"].seen == len(kept)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "made", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, lambda x: torch.nested.nested_tensor([*x])]
+)
+def test_tensors_that_no_part_takes_are_recorded_each_time(made):
+    module = nn.Identity()
+    with recorded_calls({"x": module}) as logs:
+        for _ in range(2):
+            module(made(torch.ones(2, 3)))
+    assert logs["x"].seen == 2
+
+
 def test_calls_with_other_numbers_or_keywords_are_recorded():
     module = nn.Identity()
     module.forward = lambda x, scale=1, mask=None: x

@@ -14,6 +14,7 @@ from intaglio.mac_counter import MacCounter
 from intaglio.parts.packed_sequences import PackedCall, is_recurrent
 from intaglio.quant.calibrate.batches import Call
 from intaglio.signature import clone_tensors
+from intaglio.signature.tensor_checks import unsupported_reason
 from intaglio.torch_private import pytree
 
 MOST_BYTES = 512 * 10**6
@@ -50,26 +51,26 @@ class RecordedCalls:
         Calls without samples are left out, and those with the arguments of the recorded call before, as a vision model
         gets them when text is generated for the images of a batch.
         """
-        tensors = _tensors((args, kwargs))
-        if not tensors or any(not tensor.numel() for tensor in tensors) or self.repeats((args, dict(kwargs))):
+        call = args, dict(kwargs)
+        leaves, tree = pytree.tree_flatten(call)
+        tensors = _tensors(leaves)
+        if not tensors or any(not tensor.numel() for tensor in tensors) or self._repeats(leaves, tree):
             return
-        self.forms.add(_form(args, kwargs))
-        for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
+        self.forms.add(_form(leaves, tree))
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and not leaf.is_nested:
                 self.shapes.setdefault(index, set()).add(tuple(leaf.shape))
         if self.seen % self.every == 0 and (self.most is None or len(self.calls) < self.most):
-            detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, dict(kwargs)))
-            self.calls.append(clone_tensors(detached))
+            self.calls.append(clone_tensors(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, call)))
             self.size += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         self.seen += 1
         if self.size > MOST_BYTES and len(self.calls) > 1:
             self.calls, self.every = self.calls[::2], 2 * self.every
             self.size = sum(tensor.numel() * tensor.itemsize for tensor in _tensors(self.calls))
 
-    def repeats(self, call: Call) -> bool:
-        """Return whether a call has the arguments of the last one that is recorded."""
-        last, tree = pytree.tree_flatten(self.calls[-1] if self.calls else None)
-        leaves, own = pytree.tree_flatten(call)
+    def _repeats(self, leaves: list[Any], tree: Any) -> bool:
+        """Return whether a call, flattened, has the arguments of the last one that is recorded."""
+        last, own = pytree.tree_flatten(self.calls[-1] if self.calls else None)
         return own == tree and all(map(_equal, last, leaves))
 
     @property
@@ -78,15 +79,15 @@ class RecordedCalls:
         return self.seen * self.size // max(len(self.calls), 1)
 
 
-def _form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return everything about arguments that a graph fixes."""
-    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+def _form(leaves: list[Any], tree: Any) -> tuple[Any, ...]:
+    """Return everything about flattened arguments that a graph fixes."""
     return str(tree), *[(leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
 
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return not (a.is_nested or b.is_nested) and a.dtype == b.dtype and torch.equal(a, b)
+        dense = unsupported_reason(a) is None and unsupported_reason(b) is None
+        return dense and a.dtype == b.dtype and torch.equal(a, b)
     return a is b or (isinstance(a, (str, int, float)) and isinstance(b, type(a)) and a == b)
 
 
