@@ -5,7 +5,7 @@ PIP     = .venv/bin/python -m pip -qq --disable-pip-version-check --no-input
 # Bytecode of what is imported is written on the way; that of all files would take half a minute.
 INSTALL = $(PIP) install --no-compile $(addprefix -c ,$(CONSTRAINTS))
 CONSTRAINTS = constraints.txt
-# Newer than that of the Python, which may take twice as long to read the index.
+# The pip that comes with Python 3.11 takes twice as long to read the index of packages.
 PIP_VERSION = pip==26.3
 STAMP   = .venv/installed
 DOCS    = .venv/installed_docs

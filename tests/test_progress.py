@@ -148,9 +148,10 @@ def test_a_terminal_shows_the_stage_and_the_part_at_work(capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     with progress.progress_shown(True, ("first", "second")):
         assert list(progress.track(range(3), "first", 3)) == [0, 1, 2]
-        progress.report_progress("second", 2, 3, "layer [bold]1")
+        with progress.progress_of("blocks.[bold]0"):
+            progress.report_progress("second", 2, 3, "layer [bold]1")
     text = capfd.readouterr().err
-    assert "2/2 second" in text
+    assert "blocks.[bold]0: 2/2 second" in text
     assert "layer [bold]1" in text
 
 

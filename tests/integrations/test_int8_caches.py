@@ -54,8 +54,7 @@ def test_the_cache_has_one_byte_for_each_value(name, way):
     assert sizes[0] == 4 * sizes[1]
 
 
-@pytest.mark.slow(reason="each model is compiled")
-@pytest.mark.parametrize("name", ["bart", "t5", "whisper"])
+@pytest.mark.parametrize("name", ["bart", *slow_params("t5", "whisper", reason="each model is compiled")])
 def test_keys_and_values_that_are_computed_once_are_int8_by_default(name):
     assert Recipe().with_decoder_defaults([]).default.cache == "auto"
     inputs = batch(name, 3, 9, padding=3, seed=5)

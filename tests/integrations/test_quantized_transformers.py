@@ -223,6 +223,14 @@ def test_decoders_are_models_that_generate_and_their_base_models(library, name, 
     assert integration_for(model).decoder_paths(model) == expected
 
 
+def test_decoders_inside_of_a_sentence_transformer_are_found(library):
+    from intaglio.integrations import sentence_transformers  # imports the library
+
+    config = library.LlamaConfig(vocab_size=20, **SMALL)
+    inside = nn.ModuleDict({"0": library.LlamaModel(config), "1": bert(library, "BertModel"), "2": nn.Linear(2, 2)})
+    assert sentence_transformers.decoder_paths(inside) == ("0",)
+
+
 @pytest.mark.slow(reason="compiles two models; parts of decoders and decoders with a cache have scales per token too")
 @pytest.mark.parametrize(("name", "settings"), [("LlamaModel", {}), ("LlamaForCausalLM", {"use_cache": False})])
 def test_decoders_without_a_cache_have_scales_per_token(library, name, settings, batch):

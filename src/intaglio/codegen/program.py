@@ -132,10 +132,11 @@ def emit(plan: Plan, name: str) -> Program:
     code()
     _segments(code, context)
     _plan_table(code, context)
-    names = ShortNames({op.origin.path for op in plan.graph.ops}, code.text())
+    source = code.text()
+    names = ShortNames({op.origin.path for op in plan.graph.ops}, source)
     return Program(
         name,
-        names.of(code.text()),
+        names.of(source),
         isa,
         context.blob.array(),
         context.symbols,

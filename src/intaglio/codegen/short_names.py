@@ -37,7 +37,7 @@ class ShortNames:
             self.path = ""
 
     def of(self, text: str) -> str:
-        """Return a text of the program without the path. What has the name of the layer itself is called "layer"."""
+        """Return a text of the program without the path. A name that is the path itself becomes "layer"."""
         if not self.path:
             return text
         for path, end in ((self.path, "."), (sanitized(self.path), "_")):

@@ -32,11 +32,12 @@ def report_progress(stage: str, done: int = 0, total: int | None = None, what: s
     """
     if (shown := _shown.get()) is not None:
         display, stages = shown
-        module = f"{_module.get()}: " if _module.get() else ""
-        if len(stages) < 2:
-            display.show(f"{module}{stage}", done, total, what)
-        elif stage in stages:
-            display.show(f"{module}{stages.index(stage) + 1}/{len(stages)} {stage}", done, total, what)
+        if len(stages) > 1:
+            if stage not in stages:
+                return
+            stage = f"{stages.index(stage) + 1}/{len(stages)} {stage}"
+        module = _module.get()
+        display.show(f"{module}: {stage}" if module else stage, done, total, what)
 
 
 def track(items: Iterable[Item], stage: str, total: int | None) -> Iterator[Item]:

@@ -78,10 +78,8 @@ def reason_for_parts(model: PreTrainedModel, data: Any) -> str | None:
 
     if not generates_with_cache(model, data):
         return None
-    if (reason := unsupported_cache(model)) is not None:
-        return reason
-    checks = (unsupported_media, unsupported_padding, unsupported_steps)
-    return next(filter(None, (check(model, data) for check in checks)), None)
+    reason = unsupported_cache(model) or unsupported_media(model, data)
+    return reason or unsupported_padding(model, data) or unsupported_steps(model, data)
 
 
 def further_calls(model: PreTrainedModel, call: Call) -> list[Use]:

@@ -120,21 +120,22 @@ def unsupported_steps(model: PreTrainedModel, data: Any) -> str | None:
 
     Steps of RWKV, for example, have the state of the steps before as an argument, and the last token alone.
     """
-    call = next(iter(UserCalls(model, data)))
-    if cache_refusal(model, data) is None or not (steps := steps_of_generate(model, ((), dict(call)))):
+    if cache_refusal(model, data) is None:
         return None
-    given = set[str]()
+    call, given = dict(next(iter(UserCalls(model, data)))), set[str]()
 
     def record(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         given.update(name for name, value in kwargs.items() if _has_tensor(value))
 
     hook = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
-        steps[0](model)
+        generates = bool(steps_of_generate(model, ((), call)))
     finally:
         hook.remove()
     others = sorted(given - call.keys() - {"input_ids", "attention_mask", *NOT_FOR_GENERATE, *OTHER_ARGUMENTS})
-    return f"the steps of generate have {', '.join(others)}, which the batches do not have" if others else None
+    if not generates or not others:
+        return None
+    return f"the steps of generate have {', '.join(others)}, which the batches do not have"
 
 
 def _has_tensor(value: Any) -> bool:

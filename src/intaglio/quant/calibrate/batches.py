@@ -42,9 +42,10 @@ def log_once() -> Iterator[None]:
 def log_about_data(log: logging.Logger, level: int, message: str) -> None:
     """Log a message about batches, unless it was logged inside of the current `log_once`."""
     logged = _LOGGED.get()
-    if logged is None or message not in logged:
+    if logged is None:
+        logged = set()
+    if message not in logged:
         log.log(level, "%s", message)
-    if logged is not None:
         logged.add(message)
 
 
