@@ -17,7 +17,14 @@ from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import CaptureError, InputError, IntaglioError, UnknownSizeError, UnsupportedError
 from intaglio.integrations import ExportExample, integration_for
 from intaglio.native.native_library import build_ahead
-from intaglio.parts import PartlyQuantizedModel, PartOutline, check_parts, check_selectors, quantize_parts
+from intaglio.parts import (
+    PartCandidate,
+    PartlyQuantizedModel,
+    PartOutline,
+    check_parts,
+    check_selectors,
+    quantize_parts,
+)
 from intaglio.progress import shows_progress
 from intaglio.quant.calibrate.batches import Call, first_call, kept_first, log_once
 from intaglio.quant.calibrate.distributed import Group
@@ -211,16 +218,17 @@ def _in_parts(
     """Quantize the parts of a model whose capture was refused."""
     parts, integration, decoders = list[PartOutline](), integration_for(model), _decoders_of(model)
 
-    def quantize_part(path: str, part: nn.Module, captured: Captured, call: Call, batches: Any) -> QuantizedModel:
-        is_decoder = any(not home or f"{path}.".startswith(f"{home}.") for home in decoders)
-        settings = replace(quantizer_for_part(quantizer, captured), decoder=is_decoder)
+    def quantize_part(part: PartCandidate, call: Call, batches: Any) -> QuantizedModel:
+        is_decoder = any(not home or f"{part.path}.".startswith(f"{home}.") for home in decoders)
+        settings = quantizer_for_part(quantizer, part.captured)
+        settings = replace(settings, decoder=is_decoder, cached_inputs=part.cached_inputs)
         try:
-            own = [prepare(captured, settings)]
+            own = [prepare(part.captured, settings)]
         except UnsupportedError:
-            parts.append(PartOutline.of(captured, None))
+            parts.append(PartOutline.of(part.captured, None))
             raise
-        parts.append(PartOutline.of(captured, *own))
-        return _quantized(part, own, call, batches, None, False, options)
+        parts.append(PartOutline.of(part.captured, *own))
+        return _quantized(part.part, own, call, batches, None, False, options)
 
     further_calls = None if integration is None else integration.further_calls
     found = quantize_parts(model, data, refused, samples, quantize_part, further_calls)

@@ -153,8 +153,8 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it():
 
 
 def test_layers_that_read_the_keys_and_values_of_others_are_not_in_the_cache():
-    from intaglio.integrations.transformers.cache_memory import layers_of
-    from intaglio.integrations.transformers.decoder_cache import unsupported_layer
+    from intaglio.integrations.transformers.steps.cache_memory import layers_of
+    from intaglio.integrations.transformers.steps.decoder_cache import unsupported_layer
 
     config = float_model("gemma4").config
     cache = DynamicCache(config=config)

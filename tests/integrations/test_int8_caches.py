@@ -89,13 +89,13 @@ def test_tokens_of_the_default_are_those_of_a_float_cache(name, way):
 @pytest.mark.parametrize("name", ["bart", *slow_params("t5", reason="each model is compiled")])
 def test_steps_of_encoder_decoders_append_in_place(name, monkeypatch):
     _, int8_model, _ = quantized(name, "auto")
-    from intaglio.integrations.transformers import quantized_generator
+    from intaglio.integrations.transformers.steps import decoder_runs
 
     ids = torch.randint(2, END, (2, 24), generator=torch.Generator().manual_seed(1))
     given = {"encoder_outputs": int8_model.get_encoder()(**batch(name, 2, 9))}
     full = int8_model(decoder_input_ids=ids, **given).logits
     past = int8_model(decoder_input_ids=ids[:, :2], **given)
-    monkeypatch.delattr(quantized_generator, "run_step")  # it copies the new keys and values
+    monkeypatch.delattr(decoder_runs, "run_step")  # it copies the new keys and values
     places = set()
     for end in range(3, 25):
         past = int8_model(decoder_input_ids=ids[:, end - 1 : end], past_key_values=past.past_key_values, **given)

@@ -241,8 +241,8 @@ def test_positions_in_the_cache_are_accepted_if_they_are_those_of_the_tokens():
 
 def test_batches_of_encoder_decoders_have_tokens_of_the_decoder_or_labels():
     model = float_model("t5")
-    from intaglio.integrations.transformers.cached_steps import StepNames
-    from intaglio.integrations.transformers.calibration_calls import decoder_tokens
+    from intaglio.integrations.transformers.steps.cached_steps import StepNames
+    from intaglio.integrations.transformers.steps.calibration_calls import decoder_tokens
 
     names, inputs, labels = StepNames("decoder_input_ids", None, None), batch("t5"), torch.randint(2, END, (4, 5))
     with pytest.raises(CalibrationError, match="add 'decoder_input_ids' to the batches"):

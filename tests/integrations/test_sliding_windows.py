@@ -157,7 +157,7 @@ def test_programs_of_earlier_releases_read_all_tokens(monkeypatch):
     """These have one number of earlier tokens for all layers."""
     layers = ["sliding_attention", "full_attention"]
     source = float_model("gemma3", num_hidden_layers=2, layer_types=layers)
-    from intaglio.integrations.transformers import cached_steps, decoder_cache
+    from intaglio.integrations.transformers.steps import cached_steps, decoder_cache
 
     with monkeypatch.context() as context:
         for module in (cached_steps, decoder_cache):

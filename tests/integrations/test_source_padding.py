@@ -18,7 +18,7 @@ FRAMES = 40
 
 def reads_padding(model, call) -> bool:
     library()  # before the modules that import it
-    from intaglio.integrations.transformers.float_programs import reads_source_padding
+    from intaglio.integrations.transformers.steps.float_programs import reads_source_padding
 
     return reads_source_padding(model, call)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from intaglio.integrations.transformers import text_pieces
+from intaglio.integrations.transformers.steps import text_pieces
 from support.generators import END, quantized
 from support.slow_params import slow_params
 
@@ -59,15 +59,19 @@ def test_logits_and_cache_are_those_of_one_step(name, kind, past, padded, kept, 
     assert cache.get_seq_length() == past + 20
 
 
-def test_texts_are_divided_evenly(short_pieces):
+def test_texts_are_divided_evenly(short_pieces, monkeypatch):
     model, sizes = quantized("llama")[1], []
-    original = model._run_step
-    model._run_step = lambda *given: sizes.append(given[-1]["tokens"].shape[1]) or original(*given)
-    try:
-        model(tokens(15))
-        model(tokens(7))
-    finally:
-        del model._run_step
+    from intaglio.integrations.transformers.steps import decoder_runs
+
+    original = decoder_runs._run
+
+    def run(*given):
+        sizes.append(given[-1]["tokens"].shape[1])
+        return original(*given)
+
+    monkeypatch.setattr(decoder_runs, "_run", run)
+    model(tokens(15))
+    model(tokens(7))
     assert sizes == [5, 5, 5, 7]
 
 

@@ -22,7 +22,7 @@ FIRST, SECOND = torch.randn(2, 3), torch.randn(2, 3)
 )
 def test_a_call_with_the_arguments_of_the_one_before_is_left_out(calls, kept):
     module = nn.Identity()
-    with recorded_calls({"x": module}) as logs:
+    with recorded_calls({"x": module}, {}) as logs:
         for call in calls:
             module(call)
     found = [args[0] for args, _ in logs["x"].calls]
@@ -37,7 +37,7 @@ def test_a_call_with_the_arguments_of_the_one_before_is_left_out(calls, kept):
 )
 def test_tensors_that_no_part_takes_are_recorded_each_time(made):
     module = nn.Identity()
-    with recorded_calls({"x": module}) as logs:
+    with recorded_calls({"x": module}, {}) as logs:
         for _ in range(2):
             module(made(torch.ones(2, 3)))
     assert logs["x"].seen == 2
@@ -46,7 +46,7 @@ def test_tensors_that_no_part_takes_are_recorded_each_time(made):
 def test_calls_with_other_numbers_or_keywords_are_recorded():
     module = nn.Identity()
     module.forward = lambda x, scale=1, mask=None: x
-    with recorded_calls({"x": module}) as logs:
+    with recorded_calls({"x": module}, {}) as logs:
         for settings in ({}, {}, {"scale": 2}, {"scale": 2.0}, {"scale": 2.0}, {"mask": None}, {"mask": FIRST}):
             module(FIRST, **settings)
     assert [kwargs for _, kwargs in logs["x"].calls[:4]] == [{}, {"scale": 2}, {"scale": 2.0}, {"mask": None}]

@@ -6,7 +6,7 @@ A library is imported only for a model whose class comes from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -16,7 +16,7 @@ from torch import nn
 from intaglio.quant.calibrate.batches import Call, Use
 from intaglio.runtime import QuantizedModel
 
-__all__ = ["INTEGRATIONS", "ExportExample", "Integration", "Quantize", "integration_for", "is_of_library"]
+__all__ = ["INTEGRATIONS", "CachedPart", "ExportExample", "Integration", "Quantize", "integration_for", "is_of_library"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,46 @@ class ExportExample:
 Quantize = Callable[[nn.Module, Any, ExportExample | None], QuantizedModel]
 """Quantizes a module with data and an example (default: the one of the user's call, or the first batch), with the other
 arguments of the user's call of `intaglio.quantize`."""
+
+
+class CachedPart(Protocol):
+    """A submodule with a key-value cache among its arguments, such as the decoder of a model for images and text.
+
+    Its program takes keys and values of earlier tokens and returns those of new ones.
+
+    Attributes:
+        outside: paths of modules inside of the submodule that the code around it calls.
+    """
+
+    outside: Sequence[str]
+
+    def recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments by name as which a call is recorded, or ``None`` for a call after earlier tokens.
+
+        Raises:
+            InputError: no program can take an argument.
+        """
+
+    def float_step(
+        self, module: nn.Module, calls: Sequence[dict[str, Any]]
+    ) -> tuple[nn.Module, Callable[[dict[str, Any]], tuple[Any, ...]], ExportExample]:
+        """Return the module that is captured, a function that makes its arguments of a recorded call, and the call from
+        which it is captured.
+
+        Args:
+            module: the float submodule.
+            calls: recorded calls, at least one.
+
+        Raises:
+            UnsupportedError: the submodule cannot have a program with a cache.
+        """
+
+    def run(self, program: QuantizedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of the submodule's forward, computed by its program.
+
+        Raises:
+            InputError: the program cannot take an argument.
+        """
 
 
 class Integration(Protocol):
@@ -73,6 +113,29 @@ class Integration(Protocol):
             call: the call for the first batch.
         """
 
+    def cached_parts(self, model: nn.Module) -> Mapping[str, CachedPart]:
+        """Return the submodules that have a cache among their arguments, by path.
+
+        Args:
+            model: a float model of the library.
+        """
+
+    def install_hooks(self, model: nn.Module) -> None:
+        """Install the hooks with which a model returns results of its submodules, if the library does so in the first
+        call that asks for them.
+
+        Args:
+            model: a float model of the library, which is changed.
+        """
+
+    def is_read_inside(self, module: nn.Module) -> bool:
+        """Return whether a model around a module returns results of modules inside of it, which therefore cannot be one
+        program.
+
+        Args:
+            module: a module of a float model of the library that was run.
+        """
+
     def decoder_paths(self, model: nn.Module) -> tuple[str, ...]:
         """Return the paths of modules that are decoders, or "" for the model itself. They have the default settings of
         decoders.
@@ -93,6 +156,18 @@ def integration_for(model: nn.Module) -> Integration | None:
     """Return the integration for a model's class, or ``None`` if its class comes from no library listed here."""
     home = next((home for base, home in INTEGRATIONS if is_of_library(model, base)), None)
     return None if home is None else cast(Integration, import_module(home))
+
+
+def integrations_in(model: nn.Module) -> list[Integration]:
+    """Return the integrations for the classes of all modules of a model, each once."""
+    found = {base: home for base, home in INTEGRATIONS if any(is_of_library(one, base) for one in model.modules())}
+    return [cast(Integration, import_module(home)) for home in found.values()]
+
+
+def cached_parts_of(model: nn.Module) -> Mapping[str, CachedPart]:
+    """Return the submodules of a model that have a cache among their arguments, by path."""
+    integration = integration_for(model)
+    return {} if integration is None else integration.cached_parts(model)
 
 
 def is_of_library(model: nn.Module, base: str) -> bool:

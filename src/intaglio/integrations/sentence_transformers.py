@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import CalibrationError, InputError
-from intaglio.integrations import Quantize, is_of_library, transformers
+from intaglio.integrations import CachedPart, Quantize, is_of_library, transformers
 from intaglio.quant.calibrate.batches import Call, Use
 
 SENTENCES_PER_BATCH = 32
@@ -48,6 +48,20 @@ def reason_for_parts(model: nn.Module, data: Any) -> str | None:
 def further_calls(model: nn.Module, call: Call) -> list[Use]:
     """Return no calls: the transformer inside does not generate."""
     return []
+
+
+def cached_parts(model: nn.Module) -> dict[str, CachedPart]:
+    """Return none: sentences are not generated."""
+    return {}
+
+
+def install_hooks(model: nn.Module) -> None:
+    """Do nothing: sentences have one result."""
+
+
+def is_read_inside(module: nn.Module) -> bool:
+    """Return that no results of modules inside of others are read."""
+    return False
 
 
 def decoder_paths(model: nn.Module) -> tuple[str, ...]:

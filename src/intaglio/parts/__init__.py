@@ -11,13 +11,23 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import CaptureError, IntaglioError
+from intaglio.integrations import integrations_in
+from intaglio.parts.capture_part import PartCandidate
 from intaglio.parts.find_parts import QuantizePart, calls_of, find_parts, float_copy
 from intaglio.parts.part_outline import PartOutline, check_parts, check_selectors
 from intaglio.parts.partly_quantized import PartlyQuantizedModel, coverage_of
 from intaglio.parts.saved_parts import read_parts
 from intaglio.quant.calibrate.batches import Call, Use
 
-__all__ = ["PartOutline", "PartlyQuantizedModel", "check_parts", "check_selectors", "load_into", "quantize_parts"]
+__all__ = [
+    "PartCandidate",
+    "PartOutline",
+    "PartlyQuantizedModel",
+    "check_parts",
+    "check_selectors",
+    "load_into",
+    "quantize_parts",
+]
 
 logger = logging.getLogger("intaglio")
 
@@ -71,4 +81,6 @@ def load_into(path: str | Path, float_model: nn.Module, *, trust: bool = False) 
         ArtifactError: the file is damaged or belongs to another model.
     """
     copied = float_copy(float_model)
+    for integration in integrations_in(copied):
+        integration.install_hooks(copied)
     return PartlyQuantizedModel(copied, read_parts(Path(path), copied, trust))

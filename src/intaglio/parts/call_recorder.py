@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from intaglio.errors import InputError
+from intaglio.integrations import CachedPart
 from intaglio.mac_counter import MacCounter
 from intaglio.parts.packed_sequences import PackedCall, is_recurrent
 from intaglio.quant.calibrate.batches import Call
@@ -34,6 +36,7 @@ class RecordedCalls:
         size: bytes of the recorded arguments.
         every: one in this many calls is recorded.
         packed: whether calls had a packed sequence. Those of its sequences of each length are recorded instead.
+        refused: why no graph can take an argument of a call, or "".
     """
 
     most: int | None = None
@@ -44,6 +47,7 @@ class RecordedCalls:
     size: int = 0
     every: int = 1
     packed: bool = False
+    refused: str = ""
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record a copy of the arguments of a call.
@@ -96,11 +100,20 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def recorded_calls(modules: Mapping[str, nn.Module], most: int | None = None) -> Iterator[dict[str, RecordedCalls]]:
-    """Record the calls of these modules, by name, that happen inside of the context: all, or the first ``most``."""
+def recorded_calls(
+    modules: Mapping[str, nn.Module], cached: Mapping[str, CachedPart], most: int | None = None
+) -> Iterator[dict[str, RecordedCalls]]:
+    """Record the calls of modules that happen inside of the context.
+
+    Args:
+        modules: the modules by name.
+        cached: those with a cache among their arguments, by name.
+        most: number of calls to record, the first ones (default: all).
+    """
     logs = {name: RecordedCalls(most) for name in modules}
     hooks = [
-        module.register_forward_pre_hook(_recorder(logs[name]), with_kwargs=True) for name, module in modules.items()
+        module.register_forward_pre_hook(_recorder(logs[name], cached.get(name)), with_kwargs=True)
+        for name, module in modules.items()
     ]
     try:
         yield logs
@@ -109,7 +122,16 @@ def recorded_calls(modules: Mapping[str, nn.Module], most: int | None = None) ->
             hook.remove()
 
 
-def _recorder(log: RecordedCalls) -> Callable[..., None]:
+def _recorder(log: RecordedCalls, cached: CachedPart | None) -> Callable[..., None]:
+    def record_cached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert cached is not None
+        try:
+            given = cached.recorded(args, kwargs)
+        except InputError as error:
+            log.refused = f"{error.where}: {error.problem}"
+        else:
+            log.add((), given or {})
+
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_recurrent(module) or (call := PackedCall.of(args, kwargs, module.batch_first)) is None:
             log.add(args, kwargs)
@@ -118,7 +140,7 @@ def _recorder(log: RecordedCalls) -> Callable[..., None]:
         for _, of_group in call.groups():
             log.add(of_group, {})
 
-    return record
+    return record if cached is None else record_cached
 
 
 def count_macs(model: nn.Module, call: Call) -> tuple[dict[int, int], int]:

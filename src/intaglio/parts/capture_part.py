@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from intaglio.errors import CaptureError
+from intaglio.integrations import CachedPart
 from intaglio.ir import symbols_of
 from intaglio.parts.call_recorder import RecordedCalls
+from intaglio.parts.part_module import alone
 from intaglio.quant.calibrate.batches import Call, Use
 from intaglio.signature import clone_tensors
 from intaglio.torch_private import pytree
@@ -27,7 +30,53 @@ def run_call(model: nn.Module, call: Call | Use) -> Any:
         return model(*clone_tensors(call[0]), **clone_tensors(call[1]))
 
 
-def capture_part(part: nn.Module, log: RecordedCalls) -> Captured:
+@dataclass(frozen=True)
+class PartCandidate:
+    """A submodule that can be captured with the arguments of its first call.
+
+    Attributes:
+        path: where it is in the model.
+        module: the submodule.
+        part: the module that is captured, with the submodule at the same path.
+        captured: the graph.
+        cached: how it is run, if it has a cache among its arguments.
+        cached_inputs: its inputs that hold results of earlier calls, as in `intaglio.stages.Quantizer`.
+        arguments: makes the arguments of the graph of those of a recorded call.
+    """
+
+    path: str
+    module: nn.Module
+    part: nn.Module
+    captured: Captured
+    cached: CachedPart | None = None
+    cached_inputs: Mapping[int, int | None] = field(default_factory=dict)
+    arguments: Callable[[dict[str, Any]], tuple[Any, ...]] | None = None
+
+    @staticmethod
+    def of(path: str, module: nn.Module, log: RecordedCalls, cached: CachedPart | None) -> PartCandidate:
+        """Capture a submodule.
+
+        Raises:
+            IntaglioError: it cannot be captured.
+        """
+        if cached is None:
+            part = alone(module, path)
+            return PartCandidate(path, module, part, _capture_part(part, log))
+        step, arguments, example = cached.float_step(module, [kwargs for _, kwargs in log.calls])
+        part = alone(step, path)
+        captured = capture(part, example.inputs, dynamic_shapes=example.dynamic_shapes)
+        check_calls(captured, part, example.checks)
+        return PartCandidate(path, module, part, captured, cached, example.cached_inputs, arguments)
+
+    def data(self, log: RecordedCalls) -> tuple[Call, list[tuple[Any, ...]]]:
+        """Return the arguments of a call of the graph, and those of all recorded calls by position."""
+        if self.arguments is not None:
+            every = [self.arguments(kwargs) for _, kwargs in log.calls]
+            return (every[0], {}), every
+        return log.calls[0], [(*args, *kwargs.values()) for args, kwargs in log.calls]
+
+
+def _capture_part(part: nn.Module, log: RecordedCalls) -> Captured:
     """Capture a part, with free heights and widths of images if its code allows them, and axes whose size varies."""
     args, kwargs = log.calls[0]
     larger = _with_larger_images((args, kwargs))

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from intaglio.errors import CaptureError, IntaglioError
+from intaglio.integrations import CachedPart, cached_parts_of, integrations_in
 from intaglio.parts.call_recorder import MOST_BYTES, RecordedCalls, count_macs, recorded_calls
-from intaglio.parts.capture_part import capture_part, run_call
-from intaglio.parts.part_module import QuantizedPart, alone
+from intaglio.parts.capture_part import PartCandidate, run_call
+from intaglio.parts.part_module import QuantizedPart
 from intaglio.progress import progress_of
 from intaglio.quant.calibrate.batches import Call, Use, batches, binder_for
 from intaglio.runtime import FloatPart, QuantizedModel
 from intaglio.signature.tensor_checks import unsupported_reason
 from intaglio.torch_private import pytree, submodules_of
-from intaglio.tracing import Captured
 from intaglio.tracing.copies.copy_model import copy_model
 
 logger = logging.getLogger("intaglio")
@@ -30,11 +30,11 @@ MOST_BATCHES = 256
 CHECKED_CALLS = 4
 """Number of calls with which the quantized parts are tried in their places."""
 NOT_CALLED = "no batch calls it with tensors"
+READ_INSIDE = "the model returns results of modules inside of it"
 OUTSIDE_OF_PARTS = "it is computed by Python code outside of the quantized parts"
 
-QuantizePart = Callable[[str, nn.Module, Captured, Call, Sequence[Any]], QuantizedModel]
-"""Quantizes a part. Its arguments are its path, the float module, its captured form, the arguments of one call, and
-data."""
+QuantizePart = Callable[[PartCandidate, Call, Sequence[Any]], QuantizedModel]
+"""Quantizes a part. Its arguments are the captured part, the arguments of one call, and data."""
 
 
 @dataclass
@@ -115,7 +115,10 @@ def find_parts(
     waiting, parts = search.below("", model), dict[str, QuantizedPart]()
     while waiting:
         quantized = search.quantized(waiting)
-        made = {path: QuantizedPart(path, int8, search.modules[path]) for path, int8 in quantized.items()}
+        made = {
+            path: QuantizedPart(path, int8, search.modules[path], search.cached.get(path))
+            for path, int8 in quantized.items()
+        }
         waiting = []
         for path, reason in _put(model, made, uses):
             del made[path]
@@ -129,16 +132,6 @@ def find_parts(
     return FoundParts(parts, own, total, floats)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A submodule that can be captured with the arguments of its first call."""
-
-    path: str
-    module: nn.Module
-    part: nn.Module
-    captured: Captured
-
-
 class _PartSearch:
     """Walks over the tree of modules from the top and quantizes those that can be captured."""
 
@@ -149,11 +142,12 @@ class _PartSearch:
         self.modules = dict(model.named_modules())
         self.floats: list[FloatPart] = []
         self.tried: set[int] = set()
-        with recorded_calls(self.modules, most=1) as self.first:
+        self.cached, self.integrations = cached_parts_of(model), integrations_in(model)
+        with recorded_calls(self.modules, self.cached, most=1) as self.first:
             for call in calls:
                 run_call(model, call)
 
-    def quantized(self, waiting: Sequence[_Candidate]) -> dict[str, QuantizedModel]:
+    def quantized(self, waiting: Sequence[PartCandidate]) -> dict[str, QuantizedModel]:
         """Quantize candidates, or submodules of those for which that is not possible, and return them by path.
 
         The model runs once more for each group of candidates whose recorded arguments fit into `MOST_BYTES`.
@@ -162,7 +156,7 @@ class _PartSearch:
         while waiting:
             group = self.first_group(waiting)
             waiting = list(waiting[len(group) :])
-            with recorded_calls({one.path: one.module for one in group}) as logs:
+            with recorded_calls({one.path: one.module for one in group}, self.cached) as logs:
                 for call in self.calls:
                     run_call(self.model, call)
             while group:
@@ -176,7 +170,7 @@ class _PartSearch:
                     found[one.path] = result
         return found
 
-    def below(self, path: str, module: nn.Module) -> list[_Candidate]:
+    def below(self, path: str, module: nn.Module) -> list[PartCandidate]:
         """Return the largest submodules of a module that can be captured."""
         found = []
         for name, child in submodules_of(module).items():
@@ -186,39 +180,52 @@ class _PartSearch:
             found += self.candidates(f"{path}.{name}".lstrip("."), child)
         return found
 
-    def candidates(self, path: str, module: nn.Module) -> list[_Candidate]:
+    def candidates(self, path: str, module: nn.Module) -> list[PartCandidate]:
         """Return a submodule if it can be captured, and otherwise those of its submodules that can be."""
         log = self.first[path]
-        reason = _unsupported(log.calls) or _varying(log) if log.calls else NOT_CALLED
+        reason = _unsupported(log) if log.calls else log.refused or NOT_CALLED
+        if reason is None and any(one.is_read_inside(module) for one in self.integrations):
+            reason = READ_INSIDE
         if reason is None:
-            part = alone(module, path)
+            cached = self.cached.get(path)
             try:
                 with progress_of(path):
-                    return [_Candidate(path, module, part, capture_part(part, log))]
+                    found = [PartCandidate.of(path, module, log, cached)]
+                return found if cached is None else [*found, *self.outside_of(path, module, cached)]
             except IntaglioError as error:
                 reason = _first_line(error)
         return self.instead_of(path, module, reason)
 
-    def instead_of(self, path: str, module: nn.Module, reason: str) -> list[_Candidate]:
+    def outside_of(self, path: str, module: nn.Module, cached: CachedPart) -> list[PartCandidate]:
+        """Return the candidates among the modules inside of a part that the code around it calls."""
+        found = []
+        for name in cached.outside:
+            own = module.get_submodule(name)
+            if id(own) not in self.tried and _has_work(own, self.macs):
+                self.tried.add(id(own))
+                found += self.candidates(f"{path}.{name}", own)
+        return found
+
+    def instead_of(self, path: str, module: nn.Module, reason: str) -> list[PartCandidate]:
         """Return the candidates inside of a submodule that stays in float, or note the reason if there is nothing."""
+        if path in self.cached and reason is not NOT_CALLED:
+            logger.info("%s: no program with a cache, because %s", path, reason)
         if any(_has_work(part, self.macs) for part in module.children()):
             return self.below(path, module)
         self.floats.append(FloatPart(path, type(module).__name__, reason, self.macs.get(id(module), 0)))
         return []
 
-    def first_group(self, waiting: Sequence[_Candidate]) -> list[_Candidate]:
+    def first_group(self, waiting: Sequence[PartCandidate]) -> list[PartCandidate]:
         """Return the first candidates whose calls can be recorded together, at least one."""
         sizes = accumulate(self.first[one.path].expected_bytes for one in waiting)
         return [one for one, size in zip(waiting, sizes, strict=True) if size <= MOST_BYTES or one is waiting[0]]
 
-    def quantize(self, one: _Candidate, log: RecordedCalls) -> QuantizedModel | str:
+    def quantize(self, one: PartCandidate, log: RecordedCalls) -> QuantizedModel | str:
         """Quantize a candidate with its recorded calls, or return why that is not possible."""
-        if (reason := _unsupported(log.calls) or _varying(log)) is not None:
+        if (reason := _unsupported(log)) is not None:
             return reason
         try:
-            args, kwargs = log.calls[0]
-            data = [(*args, *kwargs.values()) for args, kwargs in log.calls]
-            found = self.quantize_part(one.path, one.part, one.captured, (args, kwargs), data)
+            found = self.quantize_part(one, *one.data(log))
         except IntaglioError as error:
             return _first_line(error)
         logger.info("quantized the part %s", one.path)
@@ -234,15 +241,18 @@ def _has_work(module: nn.Module, macs: Mapping[int, int]) -> bool:
     return macs.get(id(module), 0) > 0 or any(weight.dim() > 1 for weight in module.parameters())
 
 
-def _unsupported(calls: Sequence[Call]) -> str | None:
-    """Return why a graph cannot take an argument of the calls, such as a nested tensor or a cache, or ``None``."""
-    for leaf in pytree.tree_leaves(calls):
+def _unsupported(log: RecordedCalls) -> str | None:
+    """Return why a graph cannot take an argument of the calls, such as a nested tensor or a cache, or why they cannot
+    be those of one graph, or ``None``."""
+    if log.refused:
+        return log.refused
+    for leaf in pytree.tree_leaves(log.calls):
         if isinstance(leaf, torch.Tensor):
             if (reason := unsupported_reason(leaf)) is not None:
                 return reason
         elif _holds_tensors(leaf):
             return f"it gets a {type(leaf).__name__}, whose tensors may change from call to call"
-    return None
+    return "its calls differ in the structure of their arguments or in numbers" if len(log.forms) > 1 else None
 
 
 def _holds_tensors(value: Any, depth: int = 4) -> bool:
@@ -254,20 +264,15 @@ def _holds_tensors(value: Any, depth: int = 4) -> bool:
     return depth > 0 and any(_holds_tensors(one, depth - 1) for one in list(inside))
 
 
-def _varying(log: RecordedCalls) -> str | None:
-    """Return why calls cannot be those of one graph, or ``None``."""
-    return "its calls differ in the structure of their arguments or in numbers" if len(log.forms) > 1 else None
-
-
 def _put(
     model: nn.Module, parts: Mapping[str, QuantizedPart], calls: Sequence[Call | Use]
 ) -> Iterator[tuple[str, str]]:
     """Put parts into the model, try some calls, and yield parts that had to stay in float, with the reasons."""
-    originals = {path: model.get_submodule(path) for path in parts}
-    for path, part in parts.items():
+    left = dict(sorted(parts.items()))  # a part may have others inside, which come after it
+    originals = {path: model.get_submodule(path) for path in left}
+    for path, part in left.items():
         replace_module(model, originals[path], part)
     pending = list(calls[:CHECKED_CALLS])
-    left = dict(parts)
     while pending:
         try:
             run_call(model, pending[0])
@@ -278,6 +283,9 @@ def _put(
             for path in unfit:
                 part = left.pop(path)
                 replace_module(model, part, originals[path])
+                for inside, other in left.items():
+                    if inside.startswith(f"{path}."):
+                        replace_module(model, originals[inside], other)
                 yield path, part.unfit
             continue
         pending.pop(0)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from intaglio.errors import InputError
+from intaglio.integrations import CachedPart
 from intaglio.parts.packed_sequences import PackedCall
 from intaglio.runtime import QuantizedModel
-from intaglio.torch_private import make_wrapper_subclass, pytree
+from intaglio.torch_private import call_hooks, make_wrapper_subclass, pytree, submodules_of
 from intaglio.tracing.during_export.earlier_results import plain_attributes
 
 
@@ -29,12 +30,18 @@ def alone(module: nn.Module, path: str) -> nn.Module:
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = given.replace(parameters=[own, *given.parameters.values()])  # type: ignore[attr-defined]  # typeshed has no __signature__
     whole: nn.Module = type(type(module).__name__, (nn.Module,), {"forward": forward})()
-    outer, *names = whole, *path.split(".")
-    for name in names[:-1]:
-        outer.add_module(name, nn.Module())
-        outer = outer.get_submodule(name)
-    outer.add_module(names[-1], module)
+    add_submodule(whole, path, module)
     return whole.eval()
+
+
+def add_submodule(outer: nn.Module, path: str, module: nn.Module) -> None:
+    """Add a module at a path, with empty modules above it."""
+    *names, last = path.split(".")
+    for name in names:
+        if name not in submodules_of(outer):
+            outer.add_module(name, nn.Module())
+        outer = outer.get_submodule(name)
+    outer.add_module(last, module)
 
 
 class QuantizedPart(nn.Module):
@@ -47,13 +54,19 @@ class QuantizedPart(nn.Module):
     Attributes:
         int8: the int8 model.
         path: where the part is in the model.
+        cached: how it is run, if it has a cache among its arguments.
         empty: no values, of the data type of the float module; code may ask for that of the first parameter.
     """
 
-    def __init__(self, path: str, int8: QuantizedModel, float_module: nn.Module) -> None:
+    def __init__(
+        self, path: str, int8: QuantizedModel, float_module: nn.Module, cached: CachedPart | None = None
+    ) -> None:
         super().__init__()
         self.eval()
-        self.int8 = int8
+        self.int8, self.cached = int8, cached
+        call_hooks(self)[1].update(call_hooks(float_module)[1])  # models read results of layers with them
+        for outside in () if cached is None else cached.outside:
+            add_submodule(self, outside, float_module.get_submodule(outside))
         first = next(float_module.parameters(), torch.empty(0))
         self.empty = nn.Parameter(torch.empty(0, dtype=first.dtype), requires_grad=False)
         self.path, self._unfit = path, ""
@@ -67,11 +80,17 @@ class QuantizedPart(nn.Module):
         """Run the int8 model, for sequences of each length together if they are packed."""
         packed = PackedCall.of(args, kwargs, self._plain.get("batch_first"))
         try:
+            if self.cached is not None:
+                return self.cached.run(self.int8, args, kwargs)
             return self.int8(*args, **kwargs) if packed is None else packed.run(self.int8)
         except InputError as error:
             self.__dict__["_unfit"] = error.problem
             where = f"{self.path}, {error.where}"
             raise InputError(where, error.operator, error.problem, remedy=error.remedy, source=error.source) from error
+
+    def outside_modules(self) -> list[nn.Module]:
+        """Return the modules inside of the part that code around it calls, which do not belong to it."""
+        return [] if self.cached is None else [self.get_submodule(path) for path in self.cached.outside]
 
     @property
     def unfit(self) -> str:

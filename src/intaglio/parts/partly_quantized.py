@@ -16,9 +16,9 @@ from intaglio.errors import InputError
 from intaglio.formatting.html_text import element
 from intaglio.output_paths import check_file
 from intaglio.parts.call_recorder import recorded_calls
-from intaglio.parts.capture_part import capture_part
+from intaglio.parts.capture_part import PartCandidate
 from intaglio.parts.find_parts import FoundParts, calls_of
-from intaglio.parts.part_module import QuantizedPart, alone
+from intaglio.parts.part_module import QuantizedPart
 from intaglio.parts.saved_parts import rest_of, write_parts
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
@@ -55,8 +55,10 @@ class PartlyQuantizedModel(nn.Module):
     @property
     def parts(self) -> dict[str, QuantizedModel]:
         """Return the int8 models by the path of the submodule that each replaces."""
-        modules = self.model.named_modules()
-        return {path: module.int8 for path, module in modules if isinstance(module, QuantizedPart)}
+        return {path: part.int8 for path, part in self._part_modules().items()}
+
+    def _part_modules(self) -> dict[str, QuantizedPart]:
+        return {path: module for path, module in self.model.named_modules() if isinstance(module, QuantizedPart)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -109,10 +111,11 @@ class PartlyQuantizedModel(nn.Module):
         self, float_model: nn.Module, data: Any, samples: int | None, statistics: bool = False
     ) -> dict[str, ComparisonRun]:
         """Return for each part what `run_comparison` returns: the comparison, and what is known about its graph."""
+        cached = {path: part.cached for path, part in self._part_modules().items() if part.cached is not None}
         try:
             modules = {path: float_model.get_submodule(path) for path in self.parts}
             calls = calls_of(float_model, data, None)
-            with recorded_calls(modules) as logs, torch.no_grad():
+            with recorded_calls(modules, cached) as logs, torch.no_grad():
                 for args, kwargs in calls:
                     float_model(*clone_tensors(args), **clone_tensors(kwargs))
         except Exception as error:
@@ -122,9 +125,8 @@ class PartlyQuantizedModel(nn.Module):
         for path, part in self.parts.items():
             if not logs[path].calls:
                 continue
-            captured = capture_part(alone(modules[path], path), logs[path])
-            data = [(*args, *kwargs.values()) for args, kwargs in logs[path].calls]
-            found[path] = run_comparison(captured, part, data, samples, statistics)
+            one = PartCandidate.of(path, modules[path], logs[path], cached.get(path))
+            found[path] = run_comparison(one.captured, part, one.data(logs[path])[1], samples, statistics)
         return found
 
     def fingerprint(self) -> str:
@@ -152,7 +154,7 @@ class PartlyQuantizedModel(nn.Module):
             ArtifactError: the file cannot be written.
         """
         check_file(path)
-        write_parts(Path(path), self.model, self.parts, self.coverage, library, config.VERSION)
+        write_parts(Path(path), self.model, self._part_modules(), self.coverage, library, config.VERSION)
 
     def train(self, mode: bool = True) -> PartlyQuantizedModel:
         """Stay in evaluation mode, because int8 parts cannot be trained."""

@@ -14,9 +14,10 @@ from torch import nn
 
 from intaglio.build import open_model
 from intaglio.errors import MALFORMED, ArtifactError
+from intaglio.integrations import cached_parts_of
 from intaglio.parts.find_parts import replace_module
 from intaglio.parts.part_module import QuantizedPart
-from intaglio.runtime import Coverage, FloatPart, QuantizedModel
+from intaglio.runtime import Coverage, FloatPart
 from intaglio.runtime.saved.archive import SAVE_AGAIN, read, read_member, write
 
 FLOATS = "float.safetensors"
@@ -26,7 +27,7 @@ SAME_ARCHITECTURE = "pass a float model of the class and sizes that was quantize
 def write_parts(
     path: Path,
     model: nn.Module,
-    parts: Mapping[str, QuantizedModel],
+    parts: Mapping[str, QuantizedPart],
     coverage: Coverage,
     library: bool,
     version: str,
@@ -36,9 +37,10 @@ def write_parts(
     names = {f"part{index}": where for index, where in enumerate(parts)}
     with tempfile.TemporaryDirectory() as folder:
         for name, where in names.items():
-            parts[where].save(Path(folder) / name, library=library)
+            parts[where].int8.save(Path(folder) / name, library=library)
             members[name] = (Path(folder) / name).read_bytes()
-    write(path, {"intaglio": version, "parts": names, "coverage": asdict(coverage)}, members)
+    cached = [where for where, part in parts.items() if part.cached is not None]
+    write(path, {"intaglio": version, "parts": names, "cached": cached, "coverage": asdict(coverage)}, members)
 
 
 def read_parts(path: Path, float_model: nn.Module, trust: bool) -> Coverage:
@@ -60,14 +62,16 @@ def read_parts(path: Path, float_model: nn.Module, trust: bool) -> Coverage:
     if not isinstance(names, dict):
         problem = "it holds a whole int8 model, and no parts of one"
         raise ArtifactError(str(path), None, problem, remedy="call intaglio.load(path)")
+    known = cached_parts_of(float_model)
     try:
+        cached = {where: known.get(where) for where in manifest.get("cached", [])}
+        if missing := [where for where, one in cached.items() if one is None]:
+            problem = f"{missing[0]} has a cache, which that of {type(float_model).__name__} does not have"
+            raise ArtifactError(str(path), None, problem, remedy=SAME_ARCHITECTURE)
         for name, where in names.items():
             old = _submodule(path, float_model, where)
-            replace_module(
-                float_model,
-                old,
-                QuantizedPart(where, open_model(path, read_member(path, members, name), trust=trust), old),
-            )
+            int8 = open_model(path, read_member(path, members, name), trust=trust)
+            replace_module(float_model, old, QuantizedPart(where, int8, old, cached.get(where)))
         _load_rest(path, float_model, safetensors.torch.load(members[FLOATS].read()))
         return _coverage(manifest["coverage"])
     except (*MALFORMED, safetensors.SafetensorError) as error:
@@ -83,15 +87,22 @@ def _submodule(path: Path, model: nn.Module, where: str) -> nn.Module:
         raise ArtifactError(str(path), None, problem, remedy=SAME_ARCHITECTURE) from error
 
 
-def _inside(model: nn.Module) -> tuple[str, ...]:
-    return tuple(f"{where}." for where, module in model.named_modules() if isinstance(module, QuantizedPart))
-
-
 def rest_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the tensors of a model outside of its parts, by name."""
-    parts = _inside(model)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: tensor.detach().clone() for name, tensor in named if not name.startswith(parts or ("\0",))}
+    return {name: tensor.detach().clone() for name, tensor in named if not _is_in_part(model, name)}
+
+
+def _is_in_part(model: nn.Module, name: str) -> bool:
+    """Return whether a tensor belongs to a part. Modules inside of a part that other code calls do not."""
+    module, part = model, None
+    for step in name.split(".")[:-1]:
+        module = module.get_submodule(step)
+        if isinstance(module, QuantizedPart):
+            part = module
+        elif part is not None and any(module is one for one in part.outside_modules()):
+            part = None
+    return part is not None
 
 
 def _load_rest(path: Path, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ generates), which copies of attributes alone could not answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from intaglio.argument_checks import check_arguments
 from intaglio.build import load_program, open_model
 from intaglio.errors import ArtifactError
-from intaglio.integrations import Quantize
+from intaglio.integrations import CachedPart, Quantize
 from intaglio.integrations.transformers.folders import (
     MODEL_FILE,
     program_file,
@@ -87,6 +87,27 @@ def further_calls(model: PreTrainedModel, call: Call) -> list[Use]:
     from intaglio.integrations.transformers.generation import generates_with_cache, steps_of_generate
 
     return steps_of_generate(model, call) if generates_with_cache(model, [call[1]]) else []
+
+
+def cached_parts(model: PreTrainedModel) -> Mapping[str, CachedPart]:
+    """Return the decoder inside of a model that makes the embeddings of its tokens, by its path."""
+    from intaglio.integrations.transformers.steps.inner_decoders import inner_decoders
+
+    return inner_decoders(model)
+
+
+def install_hooks(model: PreTrainedModel) -> None:
+    """Install the hooks of models that return results of their layers."""
+    from intaglio.integrations.transformers.layer_results import install
+
+    install(model)
+
+
+def is_read_inside(module: nn.Module) -> bool:
+    """Return whether a model around a module returns results of layers inside of the module."""
+    from intaglio.integrations.transformers.layer_results import is_collected_inside
+
+    return is_collected_inside(module)
 
 
 def decoder_paths(model: PreTrainedModel) -> tuple[str, ...]:

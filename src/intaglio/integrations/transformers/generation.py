@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from intaglio.integrations import Quantize
-from intaglio.integrations.transformers import decoder_cache
-from intaglio.integrations.transformers.cached_steps import (
-    StepNames,
+from intaglio.integrations.transformers.folders import PROGRAM_NAMES, ProgramList
+from intaglio.integrations.transformers.quantized_generator import (
+    QuantizedGenerator,
+    generator_with_surface,
+)
+from intaglio.integrations.transformers.quantized_transformer import QuantizedTransformer
+from intaglio.integrations.transformers.steps import decoder_cache
+from intaglio.integrations.transformers.steps.cached_steps import (
     names_of,
 )
-from intaglio.integrations.transformers.calibration_calls import (
-    UserCalls,
-    decoder_tokens,
-    example_tokens,
-    own_positions,
-)
-from intaglio.integrations.transformers.float_programs import (
-    CLOSE,
+from intaglio.integrations.transformers.steps.calibration_calls import UserCalls
+from intaglio.integrations.transformers.steps.float_programs import (
     OTHER_ARGUMENTS,
     FloatPrograms,
     has_source_padding,
     may_read_source_padding,
     reads_source_padding,
 )
-from intaglio.integrations.transformers.folders import PROGRAM_NAMES, Numbering, ProgramList
-from intaglio.integrations.transformers.quantized_generator import (
-    QuantizedGenerator,
-    generator_with_surface,
-)
-from intaglio.integrations.transformers.quantized_transformer import QuantizedTransformer
+from intaglio.integrations.transformers.steps.position_numbering import numbering_of
 from intaglio.progress import progress_of
 from intaglio.quant.calibrate.batches import Call, Use, peek
 from intaglio.runtime import QuantizedModel
@@ -189,36 +181,6 @@ def quantize_generator(model: PreTrainedModel, data: Any, quantize: Quantize) ->
         with progress_of(name if len(sources) > 1 else ""):
             found[name] = quantize(one.module, one.calls, one.example)
     programs = {name: found[name] for name in PROGRAM_NAMES[-1] if name in found}
-    numbering = _numbering(model, source.names, source.first)
+    numbering = numbering_of(model, source.names, source.first)
     listed = ProgramList(tuple(programs), numbering, source.takes_padding)
     return generator_with_surface(programs, listed, type(model), model.config, model.generation_config)
-
-
-def _numbering(model: PreTrainedModel, names: StepNames, call: Mapping[str, Any]) -> Numbering:
-    """Return how the float model computes the positions of tokens in calls without them.
-
-    It is the first way with which the float model has the same logits with and without positions, for tokens of which
-    some are masked and some are the padding token.
-    """
-    if names.positions is None or names.mask is None or model.config.is_encoder_decoder:
-        return "tokens"
-    given = example_tokens(decoder_tokens(model, names, call))
-    mask = given.mask.clone()
-    mask[0, :2] = 0
-    kept = mask.bool()
-    embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
-    padding_ids: set[int | None] = {one.padding_idx for one in embeddings if one.padding_idx is not None}
-    for padding_id in padding_ids or {None}:
-        tokens = given.tokens.clone()
-        if padding_id is not None:
-            tokens[:, 1] = padding_id
-        shared = {names.tokens: tokens, names.mask: mask, "use_cache": False}
-        with torch.no_grad(), contextlib.suppress(IndexError):  # a table of positions may end before the ids
-            own = model(**shared).logits[kept]
-            for numbering in ("tokens", "mask", padding_id):
-                if numbering is not None:
-                    positions = own_positions(numbering, tokens, mask)
-                    other = model(**shared, **{names.positions: positions}).logits[kept]
-                    if (own - other).abs().max() <= CLOSE * own.abs().max():
-                        return numbering
-    return None

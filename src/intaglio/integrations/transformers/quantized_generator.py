@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
-from types import UnionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,14 +13,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils.generic import ModelOutput
 
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import InputError
-from intaglio.integrations.transformers import decoder_cache
-from intaglio.integrations.transformers.cached_steps import LOGITS_TO_KEEP, StepNames, names_of
-from intaglio.integrations.transformers.calibration_calls import UserCalls, own_positions
-from intaglio.integrations.transformers.float_programs import FloatPrograms
 from intaglio.integrations.transformers.folders import (
     CROSS,
     DECODER,
@@ -33,18 +25,24 @@ from intaglio.integrations.transformers.folders import (
     write_configs,
     write_programs,
 )
-from intaglio.integrations.transformers.program_arguments import (
+from intaglio.integrations.transformers.saved_generators import write_generator
+from intaglio.integrations.transformers.steps import decoder_cache
+from intaglio.integrations.transformers.steps.cached_steps import LOGITS_TO_KEEP, StepNames, names_of
+from intaglio.integrations.transformers.steps.calibration_calls import UserCalls
+from intaglio.integrations.transformers.steps.decoder_runs import (
+    PAST_OF_ENCODER,
+    inputs_after,
+    output_class,
+    run_tokens,
+)
+from intaglio.integrations.transformers.steps.float_programs import FloatPrograms
+from intaglio.integrations.transformers.steps.program_arguments import (
     check_ignorable,
     input_names,
-    run_growing_step,
-    run_step,
-    runs_now,
     types_of_argument,
     windows_of_program,
 )
-from intaglio.integrations.transformers.saved_generators import write_generator
 from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, kept_tokens, quantized_class
-from intaglio.integrations.transformers.text_pieces import can_divide, run_pieces
 from intaglio.output_paths import check_file
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
@@ -52,9 +50,6 @@ from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 
 if TYPE_CHECKING:
     from intaglio.tune import Comparison
-
-PAST, PAST_OF_ENCODER = 1, 2
-"""Positional arguments of the decoder's program: keys and values of self-attention and of cross-attention."""
 
 
 class QuantizedGenerator(TransformerSurface, nn.Module):
@@ -105,7 +100,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             cache = cache if isinstance(cache, EncoderDecoderCache) else EncoderDecoderCache(cache, type(cache)())
             extra = {"encoder_last_hidden_state": self._encoder_output(given)}
         logits = self._step(given, cache, windows, extra.get("encoder_last_hidden_state"), kept)
-        result_class, cache_name = _output_class(cast(Any, self.float_class))
+        result_class, cache_name = output_class(cast(Any, self.float_class))
         if use_cache and cache_name:
             extra[cache_name] = cache
         result = result_class(logits=logits, **extra)
@@ -118,50 +113,23 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         logits to keep.
         """
         names = _names_of(cast(Any, type(self)), hidden is not None)
-        tokens = given.pop(names.tokens, None)
-        if tokens is None:
-            raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
         own, program = decoder_cache.self_attention_of(cache), self.programs[DECODER]
         decoder_cache.check_layers(own, windows)
         start = int(own.get_seq_length())
-        length = start + tokens.shape[1]
-        mask_name = names.mask or "attention_mask"
-        padding = given.pop(mask_name, None)
-        mask = decoder_cache.padding_mask(padding, tokens.shape[0], length, tokens.shape[1], mask_name)
-        inputs = {"tokens": tokens, "mask": mask[:, start:], "past_mask": mask[:, :start]}
-        if names.positions:
-            positions = given.pop(names.positions, None)
-            if positions is None:
-                positions = own_positions(self.listed.numbering, tokens, mask)
-            inputs["positions"] = positions.expand(tokens.shape)
+        inputs = inputs_after(start, given, names, self.listed.numbering)
+        new = inputs["tokens"].shape[1]
         if keeps := "kept" in input_names(program):
-            inputs["kept"] = kept_tokens(tokens.shape[1], kept)
+            inputs["kept"] = kept_tokens(new, kept)
         encoder_mask = None if hidden is None else given.pop("attention_mask", None)
-        check_ignorable(given, range(start, length))
+        check_ignorable(given, range(start, start + new))
+        cross: decoder_cache.KeyValues = ()
         if hidden is not None:
             if "encoder_mask" in input_names(program):
                 ones = torch.ones(hidden.shape[:2], dtype=torch.long)
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
-            logits = self._run_step(own, windows, self._cross_attention(cache, hidden), inputs)
-        elif runs_now(program) and can_divide(tokens.shape[1], own):
-            logits = run_pieces(functools.partial(self._run_step, own, windows, []), inputs, own)
-        else:
-            logits = self._run_step(own, windows, [], inputs)
+            cross = self._cross_attention(cache, hidden)
+        logits = run_tokens(program, inputs, own, windows, cross)
         return logits if keeps else kept_logits(logits, kept)
-
-    def _run_step(
-        self, cache: Cache, windows: Mapping[int, int], cross: decoder_cache.KeyValues, inputs: dict[str, Tensor]
-    ) -> Tensor:
-        """Run the program of the decoder for the tokens behind those of a cache, append their keys and values, and
-        return logits.
-        """
-        program, past_length = self.programs[DECODER], inputs["past_mask"].shape[1]
-        if past_length and (logits := run_growing_step(program, inputs, cache, cross, windows)) is not None:
-            return logits
-        past = decoder_cache.past_of(cache, types_of_argument(program, PAST), inputs["tokens"].shape[0], windows)
-        logits, new = run_step(program, inputs, past, cross)
-        decoder_cache.append(cache, new, windows)
-        return logits
 
     def _cross_attention(self, cache: Cache, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values of cross-attention, computed in the first call and kept in the cache."""
@@ -376,12 +344,3 @@ def generator_with_surface(
 def _names_of(model_class: type[QuantizedGenerator], has_encoder: bool) -> StepNames:
     """Return the names of the arguments of a step."""
     return names_of(has_encoder, model_class.forward_parameters)
-
-
-@functools.cache
-def _output_class(float_class: type[PreTrainedModel]) -> tuple[Any, str | None]:
-    """Return the class of results of forward, from its annotation, and the name of its field for the cache."""
-    hint = typing.get_type_hints(float_class.forward)["return"]
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
-    found: Any = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput))
-    return found, decoder_cache.cache_name(field.name for field in fields(found))

@@ -12,14 +12,14 @@ from torch.export import Dim
 from transformers import PreTrainedModel
 
 from intaglio.errors import CalibrationError, InputError
-from intaglio.integrations.transformers.cached_steps import (
+from intaglio.integrations.transformers.folders import Numbering
+from intaglio.integrations.transformers.steps.cached_steps import (
     EXAMPLE_BATCH,
     EXAMPLE_NEW,
     EXAMPLE_PAST,
     StepNames,
 )
-from intaglio.integrations.transformers.decoder_cache import KeyValues
-from intaglio.integrations.transformers.folders import Numbering
+from intaglio.integrations.transformers.steps.decoder_cache import KeyValues
 from intaglio.quant.calibrate.batches import batches, binder_for
 
 StepCall = tuple[Any, ...]
@@ -28,7 +28,11 @@ StepCall = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class DecoderTokens:
-    """Tokens of a decoder with their padding mask and positions, each [batch, length]."""
+    """Tokens of a decoder with their padding mask and positions, each [batch, length].
+
+    Embeddings of tokens have a further axis for their channels, and positions with several numbers for each token one
+    in front.
+    """
 
     tokens: Tensor
     mask: Tensor
@@ -53,7 +57,7 @@ def own_positions(numbering: Numbering, tokens: Tensor, mask: Tensor) -> Tensor:
     """
     start = mask.shape[1] - tokens.shape[1]
     if numbering == "tokens":
-        return torch.arange(start, mask.shape[1]).expand(tokens.shape)
+        return torch.arange(start, mask.shape[1]).expand(tokens.shape[:2])
     if numbering == "mask":
         return padded_positions(mask)[:, start:]
     if numbering is None:
@@ -95,11 +99,16 @@ def decoder_tokens(model: PreTrainedModel, names: StepNames, call: Mapping[str, 
             remedy=f"add '{names.tokens}' to the batches",
         )
     mask = call.get(names.mask) if names.mask else None
-    mask = torch.ones_like(tokens) if mask is None else mask.long()
+    mask = torch.ones(tokens.shape[:2], dtype=torch.long) if mask is None else mask.long()
     positions = call.get(names.positions) if names.positions else None
     if names.positions and positions is None:
         positions = padded_positions(mask)
-    return DecoderTokens(tokens, mask, None if positions is None else positions.expand(tokens.shape))
+    return DecoderTokens(tokens, mask, None if positions is None else of_tokens(positions, tokens))
+
+
+def of_tokens(positions: Tensor, tokens: Tensor) -> Tensor:
+    """Return positions [..., 1 or batch, length] for every sample of these tokens."""
+    return positions.expand(*positions.shape[:-2], *tokens.shape[:2])
 
 
 def _shifted_labels(model: PreTrainedModel, call: Mapping[str, Any]) -> Tensor:
@@ -127,16 +136,19 @@ def step_inputs(given: DecoderTokens, start: int, stop: int | None = None) -> di
         "past_mask": given.mask[:, :start],
     }
     if given.positions is not None:
-        inputs["positions"] = given.positions[:, start:stop]
+        inputs["positions"] = given.positions[..., start:stop]
     return inputs
 
 
 def example_tokens(given: DecoderTokens) -> DecoderTokens:
     """Return tokens of the sizes to export, repeated from those of a batch. No token is padding."""
     length = EXAMPLE_PAST + EXAMPLE_NEW
-    tokens = given.tokens[:1].repeat(EXAMPLE_BATCH, -(-length // given.tokens.shape[1]))[:, :length]
-    mask = torch.ones_like(tokens)
-    return DecoderTokens(tokens, mask, None if given.positions is None else padded_positions(mask))
+    times = -(-length // given.tokens.shape[1])
+    tokens = given.tokens[:1].repeat(EXAMPLE_BATCH, times, *[1] * (given.tokens.dim() - 2))[:, :length]
+    mask = torch.ones(tokens.shape[:2], dtype=torch.long)
+    if given.positions is None:
+        return DecoderTokens(tokens, mask, None)
+    return DecoderTokens(tokens, mask, padded_positions(mask).expand(*given.positions.shape[:-2], *mask.shape))
 
 
 def empty_like(past: KeyValues, batch: int) -> list[tuple[Tensor, Tensor]]:

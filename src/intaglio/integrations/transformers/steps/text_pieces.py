@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from intaglio.integrations.transformers.cache_memory import layers_of
+from intaglio.integrations.transformers.steps.cache_memory import layers_of
 
 PIECE = 512
 """Largest number of tokens of a piece. In texts of 2,048 tokens (Qwen2.5-0.5B, 4-bit weights), pieces of 256 take the
@@ -44,7 +44,7 @@ def pieces(inputs: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Tenso
         one["past_mask"] = mask[:, : before + begin]
         for name in ("tokens", "mask", "positions"):
             if name in inputs:
-                one[name] = inputs[name][:, begin:end]
+                one[name] = inputs[name][..., begin:end] if name == "positions" else inputs[name][:, begin:end]
         places: Tensor | slice = slice(begin, end)
         if "kept" in inputs:
             kept = inputs["kept"]
@@ -54,7 +54,7 @@ def pieces(inputs: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Tenso
 
 
 def run_pieces(run: Callable[[dict[str, Tensor]], Tensor], inputs: dict[str, Tensor], cache: Cache) -> Tensor:
-    """Run the steps of a text that `can_divide` accepts, and return the logits of all.
+    """Run the steps of a text that `can_divide` accepts, and return the logits, or hidden states, of all.
 
     Args:
         run: runs a step, and appends to the cache.
@@ -66,8 +66,8 @@ def run_pieces(run: Callable[[dict[str, Tensor]], Tensor], inputs: dict[str, Ten
         for one, places in pieces(inputs):
             logits = run(one)
             if result is None:
-                batch, _, vocabulary = logits.shape
-                result = logits.new_empty(batch, len(inputs.get("kept", inputs["tokens"][0])), vocabulary)
+                batch, _, channels = logits.shape
+                result = logits.new_empty(batch, len(inputs.get("kept", inputs["tokens"][0])), channels)
             result[:, places] = logits
     except BaseException:
         cache.layers[:] = before

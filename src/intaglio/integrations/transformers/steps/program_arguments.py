@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from intaglio.errors import InputError
-from intaglio.integrations.transformers.cache_memory import memory_for
-from intaglio.integrations.transformers.decoder_cache import KeyValues, tensors_of, windows_of
+from intaglio.integrations.transformers.steps.cache_memory import memory_for
+from intaglio.integrations.transformers.steps.decoder_cache import KeyValues, tensors_of, windows_of
 from intaglio.integrations.transformers.surface import STATE_OF_GENERATE
 from intaglio.ir import Signature, TensorType
 from intaglio.runtime import Artifact, QuantizedModel

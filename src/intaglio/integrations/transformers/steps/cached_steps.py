@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import MoEModelOutput
 
-from intaglio.integrations.transformers.decoder_cache import (
+from intaglio.integrations.transformers.steps.decoder_cache import (
     KeyValues,
     cache_name,
     keys_and_values,
@@ -86,7 +86,7 @@ class StepNames:
     """Names of the arguments of forward that a step passes on, ``None`` for those that forward does not take.
 
     Attributes:
-        tokens: token ids of the decoder.
+        tokens: token ids of the decoder, or their embeddings.
         mask: padding mask of the decoder, of the past and the new tokens.
         positions: positions of the new tokens.
     """
@@ -104,11 +104,21 @@ def names_of(has_encoder: bool, parameters: Collection[str]) -> StepNames:
     return StepNames(f"{start}input_ids", mask, positions)
 
 
+EMBEDDED = StepNames("inputs_embeds", "attention_mask", "position_ids")
+"""Names for a decoder inside of another model, which makes the embeddings of its tokens."""
+
+
+def output_of(result: Any) -> Tensor:
+    """Return the logits in the result of a model, or the last hidden state of a decoder without logits."""
+    return result.logits if hasattr(result, "logits") else result.last_hidden_state
+
+
 def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
     """Return a module that computes logits, and new keys and values, for new tokens after a past.
 
-    Its forward takes a dictionary ``inputs`` with the entries ``tokens`` [batch, new], ``mask`` [batch, new] and
-    ``past_mask`` [batch, past], ``positions`` [batch, new] if the model takes positions, ``kept`` [logits] if the model
+    Its forward takes a dictionary ``inputs`` with the entries ``tokens`` [batch, new] (embeddings [batch, new,
+    channels]), ``mask`` [batch, new] and ``past_mask`` [batch, past], ``positions`` [batch, new] if the model takes
+    positions, which may have several numbers for each token [numbers, batch, new], ``kept`` [logits] if the model
     computes logits of some tokens only, with their indices among the new ones, and for encoder-decoders
     ``encoder_mask`` [batch, source] if the encoder has a mask; the keys and values ``past`` of every layer, those of
     layers with a sliding window for the last tokens of the past only; and for encoder-decoders those of
@@ -130,7 +140,7 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
             result = _call_with_cache(self, EncoderDecoderCache(cache, other), given)
         else:
             result = _call_with_cache(self, cache, given)
-        return result.logits, [layer.new for layer in layers]
+        return output_of(result), [layer.new for layer in layers]
 
     return _with_forward(model, forward)
 
@@ -147,7 +157,7 @@ def _decoder_arguments(
             assume(tensor.shape[2] == length)
     for name in ("mask", "positions"):
         if name in inputs:
-            assume(inputs[name].shape[1] == inputs["tokens"].shape[1])
+            assume(inputs[name].shape[-1] == inputs["tokens"].shape[1])
     given: dict[str, Any] = {names.tokens: inputs["tokens"]}
     if names.mask:
         given[names.mask] = torch.cat([inputs["past_mask"], inputs["mask"]], 1)

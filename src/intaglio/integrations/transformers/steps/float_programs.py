@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.export import Dim
 from transformers import PreTrainedModel
 
 from intaglio.integrations import ExportExample
-from intaglio.integrations.transformers import decoder_cache
-from intaglio.integrations.transformers.cached_steps import (
+from intaglio.integrations.transformers.folders import CROSS, DECODER, ENCODER
+from intaglio.integrations.transformers.steps import decoder_cache
+from intaglio.integrations.transformers.steps.cached_steps import (
     EXAMPLE_BATCH,
     EXAMPLE_KEPT,
     EXAMPLE_PAST,
@@ -27,7 +28,7 @@ from intaglio.integrations.transformers.cached_steps import (
     names_of,
     step_module,
 )
-from intaglio.integrations.transformers.calibration_calls import (
+from intaglio.integrations.transformers.steps.calibration_calls import (
     DecoderTokens,
     LazyCalls,
     UserCalls,
@@ -37,8 +38,7 @@ from intaglio.integrations.transformers.calibration_calls import (
     free_sizes,
     step_inputs,
 )
-from intaglio.integrations.transformers.decoder_cache import KeyValues
-from intaglio.integrations.transformers.folders import CROSS, DECODER, ENCODER
+from intaglio.integrations.transformers.steps.decoder_cache import KeyValues
 
 OTHER_ARGUMENTS = frozenset({"use_cache", "return_dict", "labels"})
 """Arguments in batches that a step does not read."""
@@ -94,10 +94,16 @@ class FloatPrograms:
     cross: Any = None
 
     @staticmethod
-    def of(model: PreTrainedModel, calls: UserCalls) -> FloatPrograms:
-        """Return the modules of a model."""
+    def of(model: PreTrainedModel, calls: Iterable[dict[str, Any]], names: StepNames | None = None) -> FloatPrograms:
+        """Return the modules of a model.
+
+        Args:
+            model: the float model, or a decoder inside of one.
+            calls: its calls, by names of arguments.
+            names: names of the decoder's arguments (default: those that forward has).
+        """
         parameters = inspect.signature(model.forward).parameters
-        names = names_of(model.config.is_encoder_decoder, parameters)
+        names = names or names_of(model.config.is_encoder_decoder, parameters)
         source = FloatPrograms(model, names, next(iter(calls)), step_module(model, names))
         if model.config.is_encoder_decoder:
             known = inspect.signature(model.get_encoder().forward).parameters
@@ -243,7 +249,7 @@ class FloatPrograms:
     def example(self) -> ExportExample:
         """Return a step with a past to export, and steps to check: a prompt without a past, and one new token."""
         given = example_tokens(decoder_tokens(self.model, self.names, self.first))
-        batch, length = given.tokens.shape
+        batch, length = given.mask.shape
         past = self.past(EXAMPLE_PAST)
         call = self._step(given, EXAMPLE_PAST, self._windowed(past), self.first, EXAMPLE_KEPT)
         prompt = self._step(given, 0, empty_like(past, batch), self.first)

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from intaglio.errors import InputError
-from intaglio.integrations.transformers.cache_memory import MemoryLayer, layers_of, memory_for
+from intaglio.integrations.transformers.steps.cache_memory import MemoryLayer, layers_of, memory_for
 from intaglio.ir import TensorType
 from intaglio.signature import TORCH_DTYPES, Integers
 
@@ -183,7 +183,7 @@ def keep_cross_attention(cache: EncoderDecoderCache, new: list[tuple[Tensor, Ten
     cache.is_updated.update(dict.fromkeys(range(len(new)), True))
 
 
-def padding_mask(mask: Tensor | None, batch: int, length: int, new: int, name: str) -> Tensor:
+def padding_mask(mask: Any, batch: int, length: int, new: int, name: str) -> Tensor:
     """Return the padding mask of all tokens, [batch, length], int64.
 
     Args:
@@ -199,6 +199,9 @@ def padding_mask(mask: Tensor | None, batch: int, length: int, new: int, name: s
     """
     if mask is None:
         return torch.ones(batch, length, dtype=torch.long)
+    if not isinstance(mask, Tensor):
+        problem = f"it is a {type(mask).__name__}, which may have other masks than that of a padded batch"
+        raise InputError(f"argument '{name}'", None, problem, remedy="pass a mask of shape [batch, length]")
     if mask.dim() == 4:
         return _from_causal(mask, length, new, name)
     if mask.dim() != 2 or mask.shape[1] < length:
