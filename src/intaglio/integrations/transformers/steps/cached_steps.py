@@ -27,6 +27,7 @@ from intaglio.integrations.transformers.steps.decoder_cache import (
     tensors_of,
     windows_of,
 )
+from intaglio.integrations.transformers.steps.token_blocks import masks_with_blocks
 from intaglio.torch_private import assume
 from intaglio.tracing.copies.copy_model import copy_model
 
@@ -34,6 +35,13 @@ EXAMPLE_PAST, EXAMPLE_WINDOW, EXAMPLE_NEW, EXAMPLE_BATCH = 7, 5, 3, 2
 EXAMPLE_KEPT = (2, 0, 1, 2)
 """Sizes of the example that is exported, and the new tokens whose logits it returns. torch.export fixes sizes of 0 and
 1, and equal sizes look related. Layers with a sliding window hold `EXAMPLE_WINDOW` of the earlier tokens."""
+BLOCKS, ADDED = "blocks", "added"
+"""Entries of a step for the block of each token (see `token_blocks`), int64 [batch, new], and for what is added to the
+results of the first layers, float32 [batch, new, layers, channels]."""
+OF_TOKENS = (BLOCKS, ADDED)
+VISUAL_PLACES, VISUAL_RESULTS, ADD_RESULTS = "visual_pos_masks", "deepstack_visual_embeds", "_deepstack_process"
+"""Arguments of decoders that add results of layers of a vision model to those of their first layers: where the tokens
+of images are [batch, new], and the results for these tokens; and their method that adds them."""
 LOGITS_TO_KEEP = "logits_to_keep"
 """Argument of forward for the tokens whose logits are computed, as a number of the last ones or as indices."""
 
@@ -119,7 +127,8 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
     Its forward takes a dictionary ``inputs`` with the entries ``tokens`` [batch, new] (embeddings [batch, new,
     channels]), ``mask`` [batch, new] and ``past_mask`` [batch, past], ``positions`` [batch, new] if the model takes
     positions, which may have several numbers for each token [numbers, batch, new], ``kept`` [logits] if the model
-    computes logits of some tokens only, with their indices among the new ones, and for encoder-decoders
+    computes logits of some tokens only, with their indices among the new ones, `BLOCKS` and `ADDED` if the decoder
+    takes them, and for encoder-decoders
     ``encoder_mask`` [batch, source] if the encoder has a mask; the keys and values ``past`` of every layer, those of
     layers with a sliding window for the last tokens of the past only; and for encoder-decoders those of
     cross-attention, ``cross``.
@@ -139,6 +148,8 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
             given |= _encoder_arguments(self.config, inputs, cross)
             result = _call_with_cache(self, EncoderDecoderCache(cache, other), given)
         else:
+            if BLOCKS in inputs:
+                given[names.mask or ""] = _block_masks(self, inputs, cache)
             result = _call_with_cache(self, cache, given)
         return output_of(result), [layer.new for layer in layers]
 
@@ -155,6 +166,9 @@ def _decoder_arguments(
         length = lengths.setdefault(index in windows, pair[0].shape[2])
         for tensor in pair:
             assume(tensor.shape[2] == length)
+    for name in (BLOCKS, ADDED):
+        if name in inputs:
+            assume(inputs[name].shape[1] == inputs["tokens"].shape[1])
     for name in ("mask", "positions"):
         if name in inputs:
             assume(inputs[name].shape[-1] == inputs["tokens"].shape[1])
@@ -165,7 +179,16 @@ def _decoder_arguments(
         given[names.positions] = inputs["positions"]
     if "kept" in inputs:
         given[LOGITS_TO_KEEP] = inputs["kept"]
+    if ADDED in inputs:
+        given |= {VISUAL_PLACES: inputs["mask"], VISUAL_RESULTS: list(inputs[ADDED].unbind(2))}
     return given
+
+
+def _block_masks(model: Any, inputs: Mapping[str, Tensor], cache: Cache) -> Any:
+    """Return the masks of a decoder whose tokens are in blocks."""
+    mask = torch.cat([inputs["past_mask"], inputs["mask"]], 1)
+    with _masks_of_any_size():
+        return masks_with_blocks(model.config, inputs["tokens"], mask, cache, inputs[BLOCKS])
 
 
 def _encoder_arguments(config: Any, inputs: Mapping[str, Tensor], cross: KeyValues) -> dict[str, Any]:
@@ -266,4 +289,6 @@ def _with_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> nn.Mod
         if getattr(config, "use_cache", None) is True:
             vars(config)["use_cache"] = False
     own.forward = types.MethodType(forward, own)
+    if hasattr(own, ADD_RESULTS):
+        setattr(own, ADD_RESULTS, lambda hidden, _, added: hidden + added)
     return own

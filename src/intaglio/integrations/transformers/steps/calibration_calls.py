@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from intaglio.integrations.transformers.steps.cached_steps import (
     EXAMPLE_BATCH,
     EXAMPLE_NEW,
     EXAMPLE_PAST,
+    OF_TOKENS,
     StepNames,
 )
 from intaglio.integrations.transformers.steps.decoder_cache import KeyValues
@@ -31,12 +32,13 @@ class DecoderTokens:
     """Tokens of a decoder with their padding mask and positions, each [batch, length].
 
     Embeddings of tokens have a further axis for their channels, and positions with several numbers for each token one
-    in front.
+    in front. What else belongs to each token, [batch, length, ...], is in ``others``.
     """
 
     tokens: Tensor
     mask: Tensor
     positions: Tensor | None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def padded_positions(mask: Tensor) -> Tensor:
@@ -103,7 +105,8 @@ def decoder_tokens(model: PreTrainedModel, names: StepNames, call: Mapping[str, 
     positions = call.get(names.positions) if names.positions else None
     if names.positions and positions is None:
         positions = padded_positions(mask)
-    return DecoderTokens(tokens, mask, None if positions is None else of_tokens(positions, tokens))
+    others = {name: call[name] for name in OF_TOKENS if name in call}
+    return DecoderTokens(tokens, mask, None if positions is None else of_tokens(positions, tokens), others)
 
 
 def of_tokens(positions: Tensor, tokens: Tensor) -> Tensor:
@@ -137,18 +140,22 @@ def step_inputs(given: DecoderTokens, start: int, stop: int | None = None) -> di
     }
     if given.positions is not None:
         inputs["positions"] = given.positions[..., start:stop]
-    return inputs
+    return inputs | {name: tensor[:, start:stop] for name, tensor in given.others.items()}
 
 
 def example_tokens(given: DecoderTokens) -> DecoderTokens:
     """Return tokens of the sizes to export, repeated from those of a batch. No token is padding."""
     length = EXAMPLE_PAST + EXAMPLE_NEW
     times = -(-length // given.tokens.shape[1])
-    tokens = given.tokens[:1].repeat(EXAMPLE_BATCH, times, *[1] * (given.tokens.dim() - 2))[:, :length]
-    mask = torch.ones(tokens.shape[:2], dtype=torch.long)
-    if given.positions is None:
-        return DecoderTokens(tokens, mask, None)
-    return DecoderTokens(tokens, mask, padded_positions(mask).expand(*given.positions.shape[:-2], *mask.shape))
+
+    def repeated(tensor: Tensor) -> Tensor:
+        return tensor[:1].repeat(EXAMPLE_BATCH, times, *[1] * (tensor.dim() - 2))[:, :length]
+
+    tokens = repeated(given.tokens)
+    mask, positions = torch.ones(tokens.shape[:2], dtype=torch.long), given.positions
+    if positions is not None:
+        positions = padded_positions(mask).expand(*positions.shape[:-2], *mask.shape)
+    return DecoderTokens(tokens, mask, positions, {name: repeated(tensor) for name, tensor in given.others.items()})
 
 
 def empty_like(past: KeyValues, batch: int) -> list[tuple[Tensor, Tensor]]:
@@ -161,7 +168,8 @@ def empty_like(past: KeyValues, batch: int) -> list[tuple[Tensor, Tensor]]:
 def free_sizes(call: StepCall) -> Any:
     """Return the dynamic shapes of a step: batch, number of tokens and length of the past, and of the source."""
     inputs, *caches = call
-    shapes: list[Any] = [{name: dict.fromkeys(range(value.dim()), Dim.AUTO) for name, value in inputs.items()}]
+    free = {name: range(2 if name in OF_TOKENS else value.dim()) for name, value in inputs.items()}
+    shapes: list[Any] = [{name: dict.fromkeys(own, Dim.AUTO) for name, own in free.items()}]
     axes = {0: Dim.AUTO, 2: Dim.AUTO}
     return (*shapes, *[[(axes, axes) for _ in pairs] for pairs in caches])
 

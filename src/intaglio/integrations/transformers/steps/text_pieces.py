@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from intaglio.integrations.transformers.steps.cache_memory import layers_of
+from intaglio.integrations.transformers.steps.cached_steps import OF_TOKENS
 
 PIECE = 512
 """Largest number of tokens of a piece. In texts of 2,048 tokens (Qwen2.5-0.5B, 4-bit weights), pieces of 256 take the
@@ -42,7 +43,7 @@ def pieces(inputs: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Tenso
         end = min(begin + size, length)
         one = dict(inputs)  # in this order, in which programs take their inputs
         one["past_mask"] = mask[:, : before + begin]
-        for name in ("tokens", "mask", "positions"):
+        for name in ("tokens", "mask", "positions", *OF_TOKENS):
             if name in inputs:
                 one[name] = inputs[name][..., begin:end] if name == "positions" else inputs[name][:, begin:end]
         places: Tensor | slice = slice(begin, end)
