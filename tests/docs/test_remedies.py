@@ -82,6 +82,7 @@ FOLLOWED_ELSEWHERE = {
     "quantize the model with intaglio.eager, which generates": "integrations/test_quantized_generators.py",
     "pass a mask of the whole sequence": "integrations/test_quantized_generators.py",
     "pass a mask of shape [batch, length]": "integrations/test_quantized_generators.py",
+    "pass token_type_ids to the model": "integrations/test_token_blocks.py",
     "leave the cache and cache_implementation out": "integrations/test_quantized_generators.py",
     "pass the number of the last tokens, or a tensor of indices": "integrations/test_quantized_generators.py",
     "save a program of it: model.programs['decoder'].save(path)": "integrations/test_saved_generators.py",

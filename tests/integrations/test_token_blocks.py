@@ -117,6 +117,29 @@ def test_masks_of_other_kinds_are_refused():
         part(inputs_embeds=embeddings, attention_mask={"full_attention": mask, "sliding_attention": None})
 
 
+def test_prompts_need_the_types_of_tokens_where_all_attend_to_each_other():
+    text = library().GemmaConfig(**TEXT).to_dict()
+    vision = library().SiglipVisionConfig(**VISION).to_dict()
+    sizes = {"image_token_index": IMAGE, "projection_dim": 32}
+    config = library().PaliGemmaConfig(text_config=text, vision_config=vision, **sizes)
+    model = library().PaliGemmaForConditionalGeneration(config).eval()
+    from intaglio.integrations.transformers.steps.inner_decoders import inner_decoders
+
+    decoder, recorded = inner_decoders(model)[DECODER], []
+    model.get_submodule(DECODER).register_forward_pre_hook(
+        lambda _, args, kwargs: recorded.append(decoder.recorded(args, kwargs)), with_kwargs=True
+    )
+    call = gemma(2, 8)
+    types = torch.where(torch.arange(12) < 9, 0, 1).expand(2, 12)
+    del call["token_type_ids"]
+    with torch.no_grad():
+        with pytest.raises(InputError, match="without a mask of blocks all tokens attend to each other"):
+            model(**call)
+        model(**call, token_type_ids=types)
+    (found,) = recorded
+    assert torch.equal(found["blocks"] != -1, types == 0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=6),

@@ -73,7 +73,7 @@ def padding_and_blocks(mask: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def are_equal(found: Any, expected: Any, is_token: Tensor) -> bool:
-    """Return whether masks allow the same for all tokens but padding. ``None`` stands for a causal mask.
+    """Return whether masks allow the same for all tokens but padding. ``None`` is a causal mask.
 
     Args:
         found: masks of a call: a tensor [batch, 1, new, length], or one for each kind of layers.
