@@ -141,11 +141,20 @@ def test_a_decoder_records_calls_without_earlier_tokens():
     assert decoder.recorded((), {"inputs_embeds": embeddings, name: past}) is None
 
 
+def test_the_mask_for_all_tokens_is_read_among_others():
+    _, decoder = inner_decoder(float_model())
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    mask[1, :, :, :2] = False
+    masks = {"full_attention": mask, "sliding_attention": None}
+    found = decoder.recorded((), {"inputs_embeds": torch.randn(2, 5, 32), "attention_mask": masks})
+    assert found["attention_mask"].tolist() == [[1] * 5, [0, 0, 1, 1, 1]]
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
         ({}, "it has no inputs_embeds"),
-        ({"attention_mask": {"full_attention": None}}, "it is a dict, which may have other masks"),
+        ({"attention_mask": {"sliding_attention": None}}, "it is a dict, which may have other masks"),
         ({"visual": torch.zeros(2)}, "argument 'visual': it is a tensor of shape"),
     ],
     ids=["no embeddings", "several masks", "another tensor"],

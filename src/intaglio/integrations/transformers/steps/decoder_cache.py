@@ -28,6 +28,8 @@ GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
 """Kinds of layers of caches that hold keys and values of all tokens, or of the latest ones."""
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of forward's argument and result for the cache. Releases of the library before 5.24 use the second."""
+ALL_TOKENS = "full_attention"
+"""Key of the mask of layers that attend to all earlier tokens, among the masks of several kinds of layers."""
 USE_DYNAMIC = "leave the cache and cache_implementation out, or pass transformers.DynamicCache()"
 
 
@@ -188,7 +190,7 @@ def padding_mask(mask: Any, batch: int, length: int, new: int, name: str) -> Ten
 
     Args:
         mask: the mask of a call: ``None``, [batch, length], or a causal one of four axes as `generate` makes for static
-            caches, true or 0 where attention is allowed.
+            caches, true or 0 where attention is allowed, alone or among those of other kinds of layers.
         batch: batch size.
         length: number of tokens, the past included.
         new: number of new tokens, the last ones.
@@ -197,6 +199,8 @@ def padding_mask(mask: Any, batch: int, length: int, new: int, name: str) -> Ten
     Raises:
         InputError: the mask has another shape, or is not causal with padding.
     """
+    if isinstance(mask, Mapping) and ALL_TOKENS in mask:
+        mask = mask[ALL_TOKENS]
     if mask is None:
         return torch.ones(batch, length, dtype=torch.long)
     if not isinstance(mask, Tensor):

@@ -25,6 +25,7 @@ from intaglio.integrations.transformers.steps.cached_steps import (
     StepNames,
     output_of,
 )
+from intaglio.integrations.transformers.steps.decoder_cache import ALL_TOKENS
 from intaglio.integrations.transformers.steps.decoder_runs import inputs_after, output_class, run_tokens
 from intaglio.integrations.transformers.steps.float_programs import CLOSE, FloatPrograms
 from intaglio.integrations.transformers.steps.position_numbering import numbering_of
@@ -35,7 +36,6 @@ from intaglio.integrations.transformers.steps.program_arguments import (
     windows_of_program,
 )
 from intaglio.integrations.transformers.steps.token_blocks import (
-    ALL_TOKENS,
     NO_BLOCK,
     are_equal,
     can_make_masks,

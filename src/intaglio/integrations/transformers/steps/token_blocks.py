@@ -16,8 +16,6 @@ from intaglio.integrations.transformers.steps.decoder_cache import cache_name
 
 NO_BLOCK = -1
 """Number of the block of a token that is in none."""
-ALL_TOKENS = "full_attention"
-"""Key of the mask of layers that attend to all earlier tokens, among the masks of several kinds of layers."""
 
 
 def can_make_masks() -> bool:
