@@ -140,6 +140,30 @@ def test_prompts_need_the_types_of_tokens_where_all_attend_to_each_other():
     assert torch.equal(found["blocks"] != -1, types == 0)
 
 
+def test_embeddings_of_layers_are_inputs_of_the_step():
+    kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    layers = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY + 3}
+    config = library().Gemma4Config(text_config={**TEXT, **kinds, **layers}, vision_config=None, audio_config=None)
+    model = library().Gemma4ForConditionalGeneration(config).eval()
+    from intaglio.integrations.transformers.steps.inner_decoders import inner_decoders
+
+    decoder, recorded, module = inner_decoders(model)[DECODER], [], model.get_submodule(DECODER)
+    assert list(decoder.outside) == ["embed_tokens", "embed_tokens_per_layer"]
+    hook = module.register_forward_pre_hook(
+        lambda _, args, kwargs: recorded.append(decoder.recorded(args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(input_ids=torch.randint(2, END, (2, 9)))
+    hook.remove()
+    assert recorded[0]["per_layer_inputs"].shape == (2, 9, 2, 8)
+    step, call, example = decoder.float_step(module, recorded)
+    with torch.no_grad():
+        hidden, keys_and_values = step(*call(recorded[0]))
+    assert hidden.shape == (2, 9, 32)
+    assert len(keys_and_values) == 2
+    assert example.inputs[0]["per_layer_inputs"].shape[1] == example.inputs[0]["tokens"].shape[1]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=6),

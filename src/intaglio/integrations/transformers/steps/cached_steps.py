@@ -35,10 +35,11 @@ EXAMPLE_PAST, EXAMPLE_WINDOW, EXAMPLE_NEW, EXAMPLE_BATCH = 7, 5, 3, 2
 EXAMPLE_KEPT = (2, 0, 1, 2)
 """Sizes of the example that is exported, and the new tokens whose logits it returns. torch.export fixes sizes of 0 and
 1, and equal sizes look related. Layers with a sliding window hold `EXAMPLE_WINDOW` of the earlier tokens."""
-BLOCKS, ADDED = "blocks", "added"
-"""Entries of a step for the block of each token (see `token_blocks`), int64 [batch, new], and for what is added to the
-results of the first layers, float32 [batch, new, layers, channels]."""
-OF_TOKENS = (BLOCKS, ADDED)
+BLOCKS, ADDED, PER_LAYER = "blocks", "added", "per_layer_inputs"
+"""Entries of a step for the block of each token (see `token_blocks`), int64 [batch, new], for what is added to the
+results of the first layers, float32 [batch, new, layers, channels], and for embeddings that each layer has for itself,
+of the same axes, an argument of decoders with this name."""
+OF_TOKENS = (BLOCKS, ADDED, PER_LAYER)
 VISUAL_PLACES, VISUAL_RESULTS, ADD_RESULTS = "visual_pos_masks", "deepstack_visual_embeds", "_deepstack_process"
 """Arguments of decoders that add results of layers of a vision model to those of their first layers: where the tokens
 of images are [batch, new], and the results for these tokens; and their method that adds them."""
@@ -127,8 +128,8 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
     Its forward takes a dictionary ``inputs`` with the entries ``tokens`` [batch, new] (embeddings [batch, new,
     channels]), ``mask`` [batch, new] and ``past_mask`` [batch, past], ``positions`` [batch, new] if the model takes
     positions, which may have several numbers for each token [numbers, batch, new], ``kept`` [logits] if the model
-    computes logits of some tokens only, with their indices among the new ones, `BLOCKS` and `ADDED` if the decoder
-    takes them, and for encoder-decoders
+    computes logits of some tokens only, with their indices among the new ones, those of `OF_TOKENS` that the decoder
+    takes, and for encoder-decoders
     ``encoder_mask`` [batch, source] if the encoder has a mask; the keys and values ``past`` of every layer, those of
     layers with a sliding window for the last tokens of the past only; and for encoder-decoders those of
     cross-attention, ``cross``.
@@ -166,7 +167,7 @@ def _decoder_arguments(
         length = lengths.setdefault(index in windows, pair[0].shape[2])
         for tensor in pair:
             assume(tensor.shape[2] == length)
-    for name in (BLOCKS, ADDED):
+    for name in OF_TOKENS:
         if name in inputs:
             assume(inputs[name].shape[1] == inputs["tokens"].shape[1])
     for name in ("mask", "positions"):
@@ -179,6 +180,8 @@ def _decoder_arguments(
         given[names.positions] = inputs["positions"]
     if "kept" in inputs:
         given[LOGITS_TO_KEEP] = inputs["kept"]
+    if PER_LAYER in inputs:
+        given[PER_LAYER] = inputs[PER_LAYER]
     if ADDED in inputs:
         given |= {VISUAL_PLACES: inputs["mask"], VISUAL_RESULTS: list(inputs[ADDED].unbind(2))}
     return given

@@ -16,11 +16,13 @@ from intaglio.integrations import ExportExample
 from intaglio.integrations.transformers.folders import CROSS, DECODER, ENCODER
 from intaglio.integrations.transformers.steps import decoder_cache
 from intaglio.integrations.transformers.steps.cached_steps import (
+    EMBEDDED,
     EXAMPLE_BATCH,
     EXAMPLE_KEPT,
     EXAMPLE_PAST,
     EXAMPLE_WINDOW,
     LOGITS_TO_KEEP,
+    PER_LAYER,
     StepNames,
     cross_module,
     encoder_module,
@@ -121,7 +123,8 @@ class FloatPrograms:
                 cross=cross_module(model),
             )
         source = replace(source, empty=empty_like(source.past(2), 1))
-        return replace(source, keeps_logits=LOGITS_TO_KEEP in parameters and source.takes_indices())
+        may_keep = LOGITS_TO_KEEP in parameters and names.tokens != EMBEDDED.tokens  # an inner decoder has no logits
+        return replace(source, keeps_logits=may_keep and source.takes_indices())
 
     def programs(self, calls: UserCalls) -> dict[str, FloatProgram]:
         """Return the module of every program with its calls, in the order in which a model runs them.
@@ -177,6 +180,8 @@ class FloatPrograms:
     def _float_call(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of the float model for a first step."""
         call: dict[str, Any] = {self.names.tokens: inputs["tokens"]}
+        if PER_LAYER in inputs:
+            call[PER_LAYER] = inputs[PER_LAYER]
         if self.cross is not None:
             hidden = self.cross_call(self.first)[0][:1].repeat(inputs["tokens"].shape[0], 1, 1)
             call["encoder_outputs"] = encoder_result(hidden)

@@ -20,6 +20,7 @@ from intaglio.integrations.transformers.steps.cached_steps import (
     EMBEDDED,
     LOGITS_TO_KEEP,
     OF_TOKENS,
+    PER_LAYER,
     VISUAL_PLACES,
     VISUAL_RESULTS,
     StepNames,
@@ -65,6 +66,8 @@ def inner_decoders(model: PreTrainedModel) -> dict[str, CachedPart]:
     return {path: part for path, module in model.named_modules() if module is decoder}
 
 
+TABLE_OF_LAYERS = "embed_tokens_per_layer"
+"""Name of the embeddings that each layer has for itself, in Gemma 3n and Gemma 4."""
 MASK_AXES = 4
 """Axes of a mask of attention: batch, heads, new tokens, all tokens."""
 WITH_POSITIONS_OF_TEXT = 4
@@ -78,7 +81,7 @@ class InnerDecoder:
         config: its configuration.
         kind: its class.
         names: names of its arguments.
-        outside: the submodule that makes the embeddings, which the code around the decoder calls.
+        outside: the submodules that make embeddings, which the code around the decoder calls.
         has_blocks: whether the model around it makes masks in which tokens of images attend to later ones.
         layers_added: number of layers to whose results others are added, as far as calls have shown it.
     """
@@ -90,8 +93,9 @@ class InnerDecoder:
         self._parameters = tuple(inspect.signature(decoder.forward).parameters)
         mask, positions = (name if name in self._parameters else None for name in (EMBEDDED.mask, EMBEDDED.positions))
         self.names = StepNames(EMBEDDED.tokens, mask, positions)
-        table = cast(Any, decoder).get_input_embeddings()
-        self.outside: Sequence[str] = [path for path, module in decoder.named_modules() if module is table]
+        tables = [cast(Any, decoder).get_input_embeddings(), getattr(decoder, TABLE_OF_LAYERS, None)]
+        named = decoder.named_modules()
+        self.outside: Sequence[str] = [path for path, module in named if any(module is one for one in tables)]
 
     def recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what a call without earlier tokens is recorded as, or ``None`` for other calls."""
@@ -172,12 +176,14 @@ class InnerDecoder:
         if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == WITH_POSITIONS_OF_TEXT:
             given[EMBEDDED.positions or ""] = positions[1:]
         blocks = self._without_blocks(start, given, cache)
-        added = self._without_added(given)
+        added, per_layer = self._without_added(given), given.pop(PER_LAYER, None)
         inputs = inputs_after(start, given, self.names, "tokens")
         if blocks is not None:
             inputs[BLOCKS] = blocks
         if added is not None:
             inputs[ADDED] = added
+        if per_layer is not None:
+            inputs[PER_LAYER] = per_layer
         check_ignorable(given, range(start, start + inputs["tokens"].shape[1]))
         return inputs
 

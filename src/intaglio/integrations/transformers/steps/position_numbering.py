@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from intaglio.integrations.transformers.folders import Numbering
-from intaglio.integrations.transformers.steps.cached_steps import StepNames, output_of
+from intaglio.integrations.transformers.steps.cached_steps import PER_LAYER, StepNames, output_of
 from intaglio.integrations.transformers.steps.calibration_calls import decoder_tokens, example_tokens, own_positions
 from intaglio.integrations.transformers.steps.float_programs import CLOSE
 
@@ -37,6 +37,7 @@ def numbering_of(model: PreTrainedModel, names: StepNames, call: Mapping[str, An
         if padding_id is not None:
             tokens[:, 1] = padding_id
         shared = {names.tokens: tokens, names.mask: mask, "use_cache": False}
+        shared |= {name: tensor for name, tensor in given.others.items() if name == PER_LAYER}
         with torch.no_grad(), contextlib.suppress(IndexError):  # a table of positions may end before the ids
             own = output_of(model(**shared))[kept]
             for numbering in ("tokens", "mask", padding_id):
