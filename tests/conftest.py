@@ -17,6 +17,7 @@ from hypothesis import settings
 from intaglio.native import native_library
 from intaglio.native.cpu import isas
 from support.export_memo import ExportMemo
+from support.first_collection import FirstCollection
 
 GOLDEN = Path(__file__).parent / "golden"
 DIFF_LINES = 40
@@ -52,6 +53,12 @@ settings.load_profile(os.environ.get("INTAGLIO_HYPOTHESIS", "default"))
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the tests produce")
     parser.addoption("--case", action="append", default=[], help="only tests of 'backend 12', or of 'backend'")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    files = sum(1 for _ in Path(__file__).parent.rglob("test_*.py"))
+    if (hooks := FirstCollection.of(os.environ.get("PYTEST_XDIST_WORKER"), files)) is not None:
+        config.pluginmanager.register(hooks)
 
 
 @pytest.hookimpl(tryfirst=True)

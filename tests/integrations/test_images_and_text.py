@@ -105,6 +105,7 @@ def test_files_and_copies_generate_the_same_tokens(tmp_path):
     assert loaded.fingerprint() == int8.fingerprint()
     assert torch.equal(generated(copy.deepcopy(int8), call), expected)
     part = int8.model.get_submodule(DECODER)
+    assert len(pickle.dumps(part.cached)) < 20_000, "no tensors of a call are kept"
     assert pickle.loads(pickle.dumps(part.cached)).names == part.cached.names
     other.config.get_text_config().use_cache = False
     with pytest.raises(intaglio.errors.ArtifactError, match=rf"{DECODER} has a cache, which that of Llava"):

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from intaglio.integrations.transformers.steps import text_pieces
-from support.generators import END, quantized
+from support.generators import END, library, quantized
 from support.slow_params import slow_params
 
 NAMES = [
@@ -24,14 +22,21 @@ def call(model, ids: torch.Tensor, **settings):
     return found.logits, found.get("cache", found.get("past_key_values"))
 
 
+def set_length(patched: pytest.MonkeyPatch, length: int) -> None:
+    library()
+    from intaglio.integrations.transformers.steps import text_pieces
+
+    patched.setattr(text_pieces, "PIECE", length)
+
+
 @pytest.fixture
 def short_pieces(monkeypatch):
-    monkeypatch.setattr(text_pieces, "PIECE", 7)
+    set_length(monkeypatch, 7)
 
 
 def whole(monkeypatch, *arguments, **settings):
     with monkeypatch.context() as context:
-        context.setattr(text_pieces, "PIECE", 1000)
+        set_length(context, 1000)
         return call(*arguments, **settings)
 
 
@@ -79,7 +84,7 @@ def test_texts_are_divided_evenly(short_pieces, monkeypatch):
 @pytest.mark.parametrize("past", [0, 9])
 def test_an_error_leaves_the_cache_as_it_was(past, short_pieces):
     model, ids, end = quantized("gemma3", "int8")[1], tokens(past + 24), tokens(1, 1)
-    cache = DynamicCache(config=model.config)
+    cache = library().DynamicCache(config=model.config)
     for step in range(past):
         call(model, ids[:, step : step + 1], past_key_values=cache)
     text = ids[:, past:].clone()

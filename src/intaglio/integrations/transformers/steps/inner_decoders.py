@@ -88,7 +88,7 @@ class InnerDecoder:
 
     def __init__(self, decoder: PreTrainedModel, has_blocks: bool = False) -> None:
         self.has_blocks, self.layers_added = has_blocks, 0
-        self._first: dict[str, Any] = {}  # arguments of the first recorded call, until the decoder is captured
+        self._first: dict[str, Any] | None = {}  # arguments of the first recorded call; None after the check
         self.config, self.kind = decoder.config, type(decoder)
         self._parameters = tuple(inspect.signature(decoder.forward).parameters)
         mask, positions = (name if name in self._parameters else None for name in (EMBEDDED.mask, EMBEDDED.positions))
@@ -105,7 +105,8 @@ class InnerDecoder:
             return None
         for name in RESULT_ARGUMENTS:
             given.pop(name, None)
-        self._first = self._first or dict(given)
+        if self._first == {}:
+            self._first = dict(given)
         inputs = self._inputs(0, given)
         own = {self.names.tokens: "tokens", self.names.mask: "mask", self.names.positions: "positions"}
         own |= {name: name for name in OF_TOKENS if name in inputs}
@@ -134,8 +135,11 @@ class InnerDecoder:
         return source.step, source.step_call, source.example()
 
     def _has_results_of(self, decoder: nn.Module, step: nn.Module, call: tuple[Any, ...]) -> bool:
-        """Return whether the step of the first recorded call has the results that the decoder has in that call."""
-        given, self._first = self._first, {}
+        """Return whether the step of the first recorded call has the results that the decoder has in that call. It is
+        compared once."""
+        given, self._first = self._first, None
+        if given is None:
+            return True
         with torch.no_grad():
             expected, found = output_of(decoder(**given, use_cache=False)), step(*call)[0]
         kept = call[0]["mask"].bool()  # the results for padding are not read
