@@ -3,6 +3,7 @@ added to those of the first layers of a decoder.
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_a_decoder_with_further_inputs_is_one_program(name):
 
 @pytest.mark.slow(reason="quantizes the parts of a model")
 @pytest.mark.parametrize("name", MODELS)
-def test_text_without_images_and_images_in_long_texts(name):
+def test_text_without_images_and_images_in_long_texts(name, monkeypatch):
     (model, int8), inputs = quantized(name), MODELS[name][1]
     words = {"input_ids": torch.randint(2, END, (2, 9), generator=torch.Generator().manual_seed(5))}
     with torch.no_grad():
@@ -103,7 +104,12 @@ def test_text_without_images_and_images_in_long_texts(name):
         if name == "gemma3":  # the block is in the middle of the text
             rolled = ("input_ids", "token_type_ids")
             long |= {one: long[one].roll(298, 1) for one in rolled}
-        assert sqnr(int8(**long).logits, model(**long).logits) > 25
+        found = int8(**long).logits
+        assert sqnr(found, model(**long).logits) > 25
+        from intaglio.integrations.transformers.steps import text_pieces
+
+        monkeypatch.setattr(text_pieces, "PIECE", 10_000)
+        assert torch.equal(int8(**long).logits, found), "pieces have the bits of the whole text"
 
 
 @pytest.mark.slow(reason="quantizes the parts of a model")
@@ -162,6 +168,31 @@ def test_embeddings_of_layers_are_inputs_of_the_step():
     assert hidden.shape == (2, 9, 32)
     assert len(keys_and_values) == 2
     assert example.inputs[0]["per_layer_inputs"].shape[1] == example.inputs[0]["tokens"].shape[1]
+
+
+@given(
+    length=st.integers(8, 40),
+    starts=st.lists(st.integers(0, 39), max_size=3),
+    size=st.integers(1, 9),
+    piece=st.integers(3, 9),
+)
+def test_pieces_of_a_text_end_where_no_block_does(length, starts, size, piece):
+    library()
+    from intaglio.integrations.transformers.steps import text_pieces
+
+    blocks = torch.full((2, length), -1)
+    for number, start in enumerate(starts):
+        blocks[number % 2, start : start + size] = number
+    inputs = {"tokens": torch.arange(length).expand(2, -1), "mask": torch.ones(2, length), "blocks": blocks}
+    inputs["past_mask"] = torch.ones(2, 3)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(text_pieces, "PIECE", piece)
+        found = list(text_pieces.pieces(inputs))
+    assert torch.equal(torch.cat([one["tokens"] for one, _ in found], 1), inputs["tokens"])
+    assert torch.equal(torch.cat([one["blocks"] for one, _ in found], 1), blocks)
+    for before, after in itertools.pairwise(one["blocks"] for one, _ in found):
+        assert not ((before[:, -1] == after[:, 0]) & (after[:, 0] != -1)).any()
+    assert max(one["tokens"].shape[1] for one, _ in found) < piece + 3 * size
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,7 @@ from transformers.utils.generic import ModelOutput
 from intaglio.errors import InputError
 from intaglio.integrations.transformers.folders import Numbering
 from intaglio.integrations.transformers.steps import decoder_cache
-from intaglio.integrations.transformers.steps.cached_steps import BLOCKS, StepNames
+from intaglio.integrations.transformers.steps.cached_steps import StepNames
 from intaglio.integrations.transformers.steps.calibration_calls import of_tokens, own_positions
 from intaglio.integrations.transformers.steps.program_arguments import (
     run_growing_step,
@@ -26,7 +26,6 @@ from intaglio.integrations.transformers.steps.program_arguments import (
     types_of_argument,
 )
 from intaglio.integrations.transformers.steps.text_pieces import can_divide, run_pieces
-from intaglio.integrations.transformers.steps.token_blocks import NO_BLOCK
 
 PAST, PAST_OF_ENCODER = 1, 2
 """Positional arguments of the decoder's program: keys and values of self-attention and of cross-attention."""
@@ -67,8 +66,7 @@ def run_tokens(
     cross: decoder_cache.KeyValues = (),
 ) -> Tensor:
     """Run the program of a decoder for the tokens behind those of a cache, append their keys and values, and return
-    logits or hidden states. Long texts of decoders without an encoder are run in pieces, unless they have blocks, which
-    a piece could end in.
+    logits or hidden states. Long texts of decoders without an encoder are run in pieces.
 
     Args:
         program: the `QuantizedModel`.
@@ -77,9 +75,7 @@ def run_tokens(
         windows: layers of which the program reads the last tokens only: index -> number of these.
         cross: keys and values of cross-attention, of every layer of an encoder-decoder.
     """
-    blocks = inputs.get(BLOCKS)
-    in_one = bool(cross) or not (blocks is None or (blocks == NO_BLOCK).all())
-    if not in_one and runs_now(program) and can_divide(inputs["tokens"].shape[1], cache):
+    if not cross and runs_now(program) and can_divide(inputs["tokens"].shape[1], cache):
         return run_pieces(functools.partial(_run, program, cache, windows, cross), inputs, cache)
     return _run(program, cache, windows, cross, inputs)
 

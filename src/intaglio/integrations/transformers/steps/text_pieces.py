@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from intaglio.integrations.transformers.steps.cache_memory import layers_of
-from intaglio.integrations.transformers.steps.cached_steps import OF_TOKENS
+from intaglio.integrations.transformers.steps.cached_steps import BLOCKS, OF_TOKENS
+from intaglio.integrations.transformers.steps.token_blocks import NO_BLOCK
 
 PIECE = 512
 """Largest number of tokens of a piece. In texts of 2,048 tokens (Qwen2.5-0.5B, 4-bit weights), pieces of 256 take the
@@ -31,7 +32,7 @@ def can_divide(tokens: int, cache: Cache) -> bool:
 
 def pieces(inputs: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Tensor | slice]]:
     """Yield the steps that compute a text, each for about as many of its tokens: their inputs, and the positions of the
-    logits that they return among those of the text.
+    logits that they return among those of the text. No piece ends inside of a block, whose tokens attend to each other.
 
     Args:
         inputs: arguments of a step for the text, as `cached_steps.step_module` takes them.
@@ -39,8 +40,11 @@ def pieces(inputs: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Tenso
     length, before = inputs["tokens"].shape[1], inputs["past_mask"].shape[1]
     size = -(-length // -(-length // PIECE))
     mask = torch.cat([inputs["past_mask"], inputs["mask"]], 1)
-    for begin in range(0, length, size):
-        end = min(begin + size, length)
+    joined, end = _joined(inputs.get(BLOCKS)), 0
+    while end < length:
+        begin, end = end, min(end + size, length)
+        while end < length and end in joined:
+            end += 1
         one = dict(inputs)  # in this order, in which programs take their inputs
         one["past_mask"] = mask[:, : before + begin]
         for name in ("tokens", "mask", "positions", *OF_TOKENS):
@@ -52,6 +56,14 @@ def pieces(inputs: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Tenso
             places = ((kept >= begin) & (kept < end)).nonzero().flatten()
             one["kept"] = kept[places] - begin
         yield one, places
+
+
+def _joined(blocks: Tensor | None) -> set[int]:
+    """Return the tokens that are in the block of the token before, in any sample."""
+    if blocks is None:
+        return set()
+    same = (blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] != NO_BLOCK)
+    return {index + 1 for index in same.any(0).nonzero().flatten().tolist()}
 
 
 def run_pieces(run: Callable[[dict[str, Tensor]], Tensor], inputs: dict[str, Tensor], cache: Cache) -> Tensor:
