@@ -167,6 +167,15 @@ def test_calls_that_no_program_takes_are_refused(given, problem):
         decoder.recorded((), {**embeddings, **given})
 
 
+def test_caches_of_more_than_keys_and_values_are_left_to_the_model():
+    from intaglio.integrations import cached_parts_of
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "time_step_rank": 8}
+    model = library().MambaForCausalLM(library().MambaConfig(**sizes, num_hidden_layers=1)).eval()
+    assert cached_parts_of(model) == {}
+    assert list(cached_parts_of(float_model())) == [DECODER]
+
+
 def test_decoders_without_a_program_are_refused():
     model = float_model()
     _, decoder = inner_decoder(model)

@@ -49,8 +49,8 @@ RESULT_ARGUMENTS = ("use_cache", "return_dict")
 
 
 def inner_decoders(model: PreTrainedModel) -> dict[str, CachedPart]:
-    """Return the decoder inside of a model that generates with a cache, by its path, if it takes embeddings of tokens
-    that the model makes.
+    """Return the decoder inside of a model that generates with a cache of keys and values, by its path, if it takes
+    embeddings of tokens that the model makes.
     """
     if not isinstance(model, GenerationMixin) or model.config.is_encoder_decoder:
         return {}
@@ -60,6 +60,8 @@ def inner_decoders(model: PreTrainedModel) -> dict[str, CachedPart]:
         return {}
     parameters = inspect.signature(decoder.forward).parameters
     if EMBEDDED.tokens not in parameters or decoder_cache.cache_name(parameters) is None:
+        return {}
+    if decoder_cache.unsupported_layer(decoder.config) is not None:
         return {}
     has_blocks = hasattr(type(model), "create_masks_for_generate")
     part = InnerDecoder(decoder, has_blocks and can_make_masks())
@@ -119,12 +121,9 @@ class InnerDecoder:
         is captured.
 
         Raises:
-            UnsupportedError: no program can take the cache or the positions of the decoder.
+            UnsupportedError: no program can take the masks or the positions of the decoder.
         """
         where, module = type(decoder).__name__, cast(PreTrainedModel, decoder)
-        if (layer := decoder_cache.unsupported_layer(self.config)) is not None:
-            problem = f"a layer of its cache is a {layer}, which holds more than keys and values"
-            raise UnsupportedError(where, None, problem, remedy="set model.config.use_cache = False")
         if numbering_of(module, self.names, calls[0]) != "tokens":
             problem = "it does not count positions from the first token of a call"
             raise UnsupportedError(where, None, problem, remedy="set model.config.use_cache = False")
