@@ -271,6 +271,25 @@ def test_errors_of_methods_that_miss_attributes_divide_a_part():
     torch.testing.assert_close(int8(x), model(x), rtol=0, atol=0.05)
 
 
+class AskingTwice(nn.Module):
+    """Asks one part for an attribute with a default, and needs one of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Sized(), nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.second(self.first(x) * getattr(self.first, "factor", 1)) * self.second[0].groups
+        return found if found.sum().item() > 0 else -found
+
+
+def test_attributes_that_code_asks_for_with_a_default_do_not_divide_a_part():
+    torch.manual_seed(0)
+    model, x = AskingTwice().eval(), torch.rand(4, 3, 12, 12)
+    int8 = intaglio.quantize(model, [x], progress=False, recipe=UNCORRECTED)
+    assert list(int8.parts) == ["first", "second.0"]
+
+
 class Chosen(nn.Module):
     """Computes the rows of its input that begin with a positive number."""
 

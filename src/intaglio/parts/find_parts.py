@@ -15,7 +15,7 @@ from intaglio.errors import CaptureError, IntaglioError
 from intaglio.integrations import CachedPart, cached_parts_of, integrations_in
 from intaglio.parts.call_recorder import MOST_BYTES, RecordedCalls, count_macs, recorded_calls
 from intaglio.parts.capture_part import PartCandidate, run_call
-from intaglio.parts.part_module import QuantizedPart
+from intaglio.parts.part_module import QuantizedPart, parts_behind
 from intaglio.progress import progress_of
 from intaglio.quant.calibrate.batches import Call, Use, batches, binder_for
 from intaglio.runtime import FloatPart, QuantizedModel
@@ -276,11 +276,12 @@ def _put(
     while pending:
         try:
             run_call(model, pending[0])
-        except Exception:  # code around a part may turn what it lacks into any error
+        except Exception as error:  # code around a part may turn what it lacks into any error
             unfit = [path for path, part in left.items() if part.unfit]
             if not unfit:
                 raise
-            for path in unfit:
+            behind = parts_behind(error)  # others may lack what code asks for with a default
+            for path in [path for path in unfit if path in behind] or unfit:
                 part = left.pop(path)
                 replace_module(model, part, originals[path])
                 for inside, other in left.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,11 @@ def add_submodule(outer: nn.Module, path: str, module: nn.Module) -> None:
             outer.add_module(name, nn.Module())
         outer = outer.get_submodule(name)
     outer.add_module(last, module)
+
+
+Caused = TypeVar("Caused", bound=BaseException)
+PART = "quantized_part"
+"""Attribute of an error for the path of the part that raised it."""
 
 
 class QuantizedPart(nn.Module):
@@ -86,7 +91,8 @@ class QuantizedPart(nn.Module):
         except InputError as error:
             self.__dict__["_unfit"] = error.problem
             where = f"{self.path}, {error.where}"
-            raise InputError(where, error.operator, error.problem, remedy=error.remedy, source=error.source) from error
+            found = InputError(where, error.operator, error.problem, remedy=error.remedy, source=error.source)
+            raise self.marked(found) from error
 
     def outside_modules(self) -> list[nn.Module]:
         """Return the modules inside of the part that code around it calls, which do not belong to it."""
@@ -110,10 +116,15 @@ class QuantizedPart(nn.Module):
                 return DescribedTensor.of(self, name, *self._tensors[name])
             if inspect.isfunction(method := inspect.getattr_static(self._kind, name, None)):
                 return MethodType(method, self)
-            raise AttributeError(self.refused(f"attribute {name!r}")) from None
+            raise self.marked(AttributeError(self.refused(f"attribute {name!r}"))) from None
 
     def __getitem__(self, key: Any) -> Any:
-        raise TypeError(self.refused(f"item {key!r}"))
+        raise self.marked(TypeError(self.refused(f"item {key!r}")))
+
+    def marked(self, error: Caused) -> Caused:
+        """Return an error with the path of the part that raises it, for `parts_behind`."""
+        vars(error)[PART] = self.path
+        return error
 
     def refused(self, what: str) -> str:
         """Keep in mind that other modules read something that the part does not have, and return the error's text."""
@@ -123,6 +134,16 @@ class QuantizedPart(nn.Module):
     def train(self, mode: bool = True) -> QuantizedPart:
         """Stay in evaluation mode."""
         return self
+
+
+def parts_behind(error: BaseException | None) -> set[str]:
+    """Return the paths of the parts that raised an error, or errors in whose handling it was raised."""
+    found, seen = set[str](), set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        found |= {vars(error)[PART]} if PART in vars(error) else set()
+        error = error.__cause__ or error.__context__
+    return found
 
 
 class DescribedTensor(torch.Tensor):
@@ -143,9 +164,8 @@ class DescribedTensor(torch.Tensor):
         """Raise `InputError`, because it has nothing to compute with."""
         own = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DescribedTensor))
         problem = own.part.refused(f"attribute {own.attribute!r}")
-        raise InputError(
-            "call", None, problem, remedy=f"leave the part in float: quantize(..., skip=[{own.part.path!r}])"
-        )
+        remedy = f"leave the part in float: quantize(..., skip=[{own.part.path!r}])"
+        raise own.part.marked(InputError("call", None, problem, remedy=remedy))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation
         return f"DescribedTensor({self.attribute}, {list(self.shape)}, {self.dtype})"
