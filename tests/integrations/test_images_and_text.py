@@ -167,6 +167,27 @@ def test_calls_that_no_program_takes_are_refused(given, problem):
         decoder.recorded((), {**embeddings, **given})
 
 
+def test_a_decoder_that_fails_in_a_step_is_no_candidate():
+    from intaglio.errors import CaptureError
+    from intaglio.parts import PartCandidate
+    from intaglio.parts.call_recorder import recorded_calls
+
+    model = float_model()
+    module, (_, decoder) = model.get_submodule(DECODER), inner_decoder(model)
+    with recorded_calls({DECODER: module}, {DECODER: decoder}) as logs, torch.no_grad():
+        model(**inputs(1, 5))
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("it needs token ids")
+
+    module.forward = functools.wraps(module.forward)(failing)
+    with pytest.raises(CaptureError, match="a step of it fails: RuntimeError: it needs token ids"):
+        PartCandidate.of(DECODER, module, logs[DECODER], decoder)
+    with recorded_calls({DECODER: module}, {DECODER: decoder}) as logs, pytest.raises(RuntimeError):
+        module(inputs_embeds=torch.zeros(3))
+    assert logs[DECODER].refused.startswith("IndexError: ")
+
+
 def test_caches_of_more_than_keys_and_values_are_left_to_the_model():
     from intaglio.integrations import cached_parts_of
 

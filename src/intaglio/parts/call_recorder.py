@@ -129,6 +129,8 @@ def _recorder(log: RecordedCalls, cached: CachedPart | None) -> Callable[..., No
             given = cached.recorded(args, kwargs)
         except InputError as error:
             log.refused = f"{error.where}: {error.problem}"
+        except Exception as error:  # the arguments are those of any code around the module
+            log.refused = f"{type(error).__name__}: {error}"
         else:
             log.add((), given or {})
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.errors import CaptureError
+from intaglio.errors import CaptureError, IntaglioError
 from intaglio.integrations import CachedPart
 from intaglio.ir import symbols_of
 from intaglio.parts.call_recorder import RecordedCalls
@@ -62,7 +62,13 @@ class PartCandidate:
         if cached is None:
             part = alone(module, path)
             return PartCandidate(path, module, part, _capture_part(part, log))
-        step, arguments, example = cached.float_step(module, [kwargs for _, kwargs in log.calls])
+        try:
+            step, arguments, example = cached.float_step(module, [kwargs for _, kwargs in log.calls])
+        except IntaglioError:
+            raise
+        except Exception as error:  # the float module runs in ways that the model does not use
+            problem = f"a step of it fails: {type(error).__name__}: {error}"
+            raise CaptureError(path, None, problem, remedy="set model.config.use_cache = False") from error
         part = alone(step, path)
         captured = capture(part, example.inputs, dynamic_shapes=example.dynamic_shapes)
         check_calls(captured, part, example.checks)
