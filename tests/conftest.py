@@ -56,8 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    files = sum(1 for _ in Path(__file__).parent.rglob("test_*.py"))
-    if (hooks := FirstCollection.of(os.environ.get("PYTEST_XDIST_WORKER"), files)) is not None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if (hooks := FirstCollection.of(worker, Path(__file__).parent)) is not None:
         config.pluginmanager.register(hooks)
 
 

@@ -32,15 +32,15 @@ class Reader(torch.nn.Module):
 
 def test_layers_whose_results_are_read_are_parts_of_their_own():
     tower = pixtral()
-    from intaglio.integrations.transformers.layer_results import is_collected_inside
+    from intaglio.integrations.transformers.layer_results import has_collected_layers
 
-    assert not is_collected_inside(tower.transformer), "the first call that asks for results installs the hooks"
+    assert not has_collected_layers(tower.transformer), "the first call that asks for results installs the hooks"
     with torch.no_grad():
         tower(torch.randn(1, 3, 32, 32), output_hidden_states=True)
-    assert is_collected_inside(tower.transformer)
-    assert is_collected_inside(tower.transformer.layers)
-    assert not is_collected_inside(tower), "it collects the results itself"
-    assert not is_collected_inside(tower.transformer.layers[0]), "attention scores are not read"
+    assert has_collected_layers(tower.transformer)
+    assert has_collected_layers(tower.transformer.layers)
+    assert not has_collected_layers(tower), "it collects the results itself"
+    assert not has_collected_layers(tower.transformer.layers[0]), "attention scores are not read"
 
 
 @pytest.mark.slow(reason="quantizes the parts of a model")

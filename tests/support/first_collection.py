@@ -25,12 +25,15 @@ class FirstCollection:
         self.worker, self.stamp, self.left = worker, stamp, SHARE * files
 
     @staticmethod
-    def of(worker: str | None, files: int) -> "FirstCollection | None":
-        """Return the hooks of a worker, or ``None`` if bytecode is there already or is not written."""
+    def of(worker: str | None, folder: Path) -> "FirstCollection | None":
+        """Return the hooks of a worker for the tests of a folder, or ``None`` if bytecode is there already or is not
+        written."""
         if worker is None or sys.pycache_prefix is None or sys.dont_write_bytecode:
             return None
         stamp = Path(sys.pycache_prefix) / "collected_tests"
-        return None if stamp.exists() else FirstCollection(worker, stamp, files)
+        if stamp.exists():
+            return None
+        return FirstCollection(worker, stamp, sum(1 for _ in folder.rglob("test_*.py")))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:

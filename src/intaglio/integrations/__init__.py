@@ -128,7 +128,7 @@ class Integration(Protocol):
             model: a float model of the library, which is changed.
         """
 
-    def is_read_inside(self, module: nn.Module) -> bool:
+    def has_collected_layers(self, module: nn.Module) -> bool:
         """Return whether a model around a module returns results of modules inside of it, which therefore cannot be one
         program.
 

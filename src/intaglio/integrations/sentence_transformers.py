@@ -59,7 +59,7 @@ def install_hooks(model: nn.Module) -> None:
     """Do nothing: sentences have one result."""
 
 
-def is_read_inside(module: nn.Module) -> bool:
+def has_collected_layers(module: nn.Module) -> bool:
     """Return that no results of modules inside of others are read."""
     return False
 

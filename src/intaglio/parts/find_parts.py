@@ -30,7 +30,7 @@ MOST_BATCHES = 256
 CHECKED_CALLS = 4
 """Number of calls with which the quantized parts are tried in their places."""
 NOT_CALLED = "no batch calls it with tensors"
-READ_INSIDE = "the model returns results of modules inside of it"
+LAYERS_COLLECTED = "the model returns results of modules inside of it"
 OUTSIDE_OF_PARTS = "it is computed by Python code outside of the quantized parts"
 
 QuantizePart = Callable[[PartCandidate, Call, Sequence[Any]], QuantizedModel]
@@ -184,8 +184,8 @@ class _PartSearch:
         """Return a submodule if it can be captured, and otherwise those of its submodules that can be."""
         log = self.first[path]
         reason = _unsupported(log) if log.calls else log.refused or NOT_CALLED
-        if reason is None and any(one.is_read_inside(module) for one in self.integrations):
-            reason = READ_INSIDE
+        if reason is None and any(one.has_collected_layers(module) for one in self.integrations):
+            reason = LAYERS_COLLECTED
         if reason is None:
             cached = self.cached.get(path)
             try:

@@ -44,7 +44,7 @@ def add_submodule(outer: nn.Module, path: str, module: nn.Module) -> None:
     outer.add_module(last, module)
 
 
-Caused = TypeVar("Caused", bound=BaseException)
+AnyError = TypeVar("AnyError", bound=BaseException)
 PART = "quantized_part"
 """Attribute of an error for the path of the part that raised it."""
 
@@ -121,7 +121,7 @@ class QuantizedPart(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         raise self.marked(TypeError(self.refused(f"item {key!r}")))
 
-    def marked(self, error: Caused) -> Caused:
+    def marked(self, error: AnyError) -> AnyError:
         """Return an error with the path of the part that raises it, for `parts_behind`."""
         vars(error)[PART] = self.path
         return error

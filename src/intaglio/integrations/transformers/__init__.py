@@ -103,11 +103,11 @@ def install_hooks(model: PreTrainedModel) -> None:
     install(model)
 
 
-def is_read_inside(module: nn.Module) -> bool:
+def has_collected_layers(module: nn.Module) -> bool:
     """Return whether a model around a module returns results of layers inside of the module."""
-    from intaglio.integrations.transformers.layer_results import is_collected_inside
+    from intaglio.integrations.transformers.layer_results import has_collected_layers
 
-    return is_collected_inside(module)
+    return has_collected_layers(module)
 
 
 def decoder_paths(model: PreTrainedModel) -> tuple[str, ...]:

@@ -29,14 +29,14 @@ def install(module: nn.Module) -> None:
         install(child)
 
 
-def is_collected_inside(module: nn.Module) -> bool:
+def has_collected_layers(module: nn.Module) -> bool:
     """Return whether a model around a module collects results of layers inside of the module, so that the module cannot
     be one program."""
     if _collects(module):
         return False
     for child in module.children():
         hooks = call_hooks(child)[1].values()
-        if not _collects(child) and (any(map(_is_read, hooks)) or is_collected_inside(child)):
+        if not _collects(child) and (any(map(_is_read, hooks)) or has_collected_layers(child)):
             return True
     return False
 

@@ -150,7 +150,8 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
             result = _call_with_cache(self, EncoderDecoderCache(cache, other), given)
         else:
             if BLOCKS in inputs:
-                given[names.mask or ""] = _block_masks(self, inputs, cache)
+                assert names.mask is not None, type(self)  # decoders without it have no blocks
+                given[names.mask] = _block_masks(self, inputs, cache)
             result = _call_with_cache(self, cache, given)
         return output_of(result), [layer.new for layer in layers]
 

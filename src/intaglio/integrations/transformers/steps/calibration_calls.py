@@ -106,10 +106,10 @@ def decoder_tokens(model: PreTrainedModel, names: StepNames, call: Mapping[str, 
     if names.positions and positions is None:
         positions = padded_positions(mask)
     others = {name: call[name] for name in OF_TOKENS if name in call}
-    return DecoderTokens(tokens, mask, None if positions is None else of_tokens(positions, tokens), others)
+    return DecoderTokens(tokens, mask, None if positions is None else expanded_positions(positions, tokens), others)
 
 
-def of_tokens(positions: Tensor, tokens: Tensor) -> Tensor:
+def expanded_positions(positions: Tensor, tokens: Tensor) -> Tensor:
     """Return positions [..., 1 or batch, length] for every sample of these tokens."""
     return positions.expand(*positions.shape[:-2], *tokens.shape[:2])
 

@@ -18,7 +18,7 @@ from intaglio.errors import InputError
 from intaglio.integrations.transformers.folders import Numbering
 from intaglio.integrations.transformers.steps import decoder_cache
 from intaglio.integrations.transformers.steps.cached_steps import StepNames
-from intaglio.integrations.transformers.steps.calibration_calls import of_tokens, own_positions
+from intaglio.integrations.transformers.steps.calibration_calls import expanded_positions, own_positions
 from intaglio.integrations.transformers.steps.program_arguments import (
     run_growing_step,
     run_step,
@@ -54,7 +54,7 @@ def inputs_after(start: int, given: dict[str, Any], names: StepNames, numbering:
         positions = given.pop(names.positions, None)
         if positions is None:
             positions = own_positions(numbering, tokens, mask)
-        inputs["positions"] = of_tokens(positions, tokens)
+        inputs["positions"] = expanded_positions(positions, tokens)
     return inputs
 
 

@@ -32,8 +32,7 @@ from intaglio.integrations.transformers.steps.float_programs import CLOSE, Float
 from intaglio.integrations.transformers.steps.position_numbering import numbering_of
 from intaglio.integrations.transformers.steps.program_arguments import (
     check_ignorable,
-    input_names,
-    types_of_argument,
+    shapes_of_inputs,
     windows_of_program,
 )
 from intaglio.integrations.transformers.steps.token_blocks import (
@@ -46,6 +45,12 @@ from intaglio.integrations.transformers.steps.token_blocks import (
 
 RESULT_ARGUMENTS = ("use_cache", "return_dict")
 """Arguments of forward that its caller reads the result with."""
+TABLE_OF_LAYERS = "embed_tokens_per_layer"
+"""Name of the embeddings that each layer has for itself, in Gemma 3n and Gemma 4."""
+MASK_AXES = 4
+"""Axes of a mask of attention: batch, heads, new tokens, all tokens."""
+WITH_POSITIONS_OF_TEXT = 4
+"""Numbers for each token: that of text, and the time, row and column in an image or a video."""
 
 
 def inner_decoders(model: PreTrainedModel) -> dict[str, CachedPart]:
@@ -68,14 +73,6 @@ def inner_decoders(model: PreTrainedModel) -> dict[str, CachedPart]:
     return {path: part for path, module in model.named_modules() if module is decoder}
 
 
-TABLE_OF_LAYERS = "embed_tokens_per_layer"
-"""Name of the embeddings that each layer has for itself, in Gemma 3n and Gemma 4."""
-MASK_AXES = 4
-"""Axes of a mask of attention: batch, heads, new tokens, all tokens."""
-WITH_POSITIONS_OF_TEXT = 4
-"""Numbers for each token: that of text, and the time, row and column in an image or a video."""
-
-
 class InnerDecoder:
     """A decoder that takes embeddings of tokens, a padding mask, positions and a cache.
 
@@ -88,11 +85,12 @@ class InnerDecoder:
         layers_added: number of layers to whose results others are added, as far as calls have shown it.
     """
 
-    def __init__(self, decoder: PreTrainedModel, has_blocks: bool = False) -> None:
+    def __init__(self, decoder: PreTrainedModel, has_blocks: bool) -> None:
         self.has_blocks, self.layers_added = has_blocks, 0
         self._first: dict[str, Any] | None = {}  # arguments of the first recorded call; None after the check
         self.config, self.kind = decoder.config, type(decoder)
         self._parameters = tuple(inspect.signature(decoder.forward).parameters)
+        self._cache_name = decoder_cache.cache_name(self._parameters) or ""  # `inner_decoders` leaves out those without
         mask, positions = (name if name in self._parameters else None for name in (EMBEDDED.mask, EMBEDDED.positions))
         self.names = StepNames(EMBEDDED.tokens, mask, positions)
         tables = [cast(Any, decoder).get_input_embeddings(), getattr(decoder, TABLE_OF_LAYERS, None)]
@@ -157,9 +155,7 @@ class InnerDecoder:
         if cache is None:
             cache = decoder_cache.new_cache(False, self.config if windows else None)
         decoder_cache.check_layers(cache, windows)
-        shapes = {
-            name: kind.shape for name, kind in zip(input_names(program), types_of_argument(program, 0), strict=True)
-        }
+        shapes = shapes_of_inputs(program)
         if ADDED in shapes:
             self.layers_added = cast(int, shapes[ADDED][2])
         inputs = self._inputs(int(cache.get_seq_length()), given, cache)
@@ -175,9 +171,10 @@ class InnerDecoder:
 
         Of positions with several numbers for each token, `generate` passes one number more, in front, for masks.
         """
-        positions = given.get(EMBEDDED.positions or "")
-        if isinstance(positions, Tensor) and positions.dim() == 3 and positions.shape[0] == WITH_POSITIONS_OF_TEXT:
-            given[EMBEDDED.positions or ""] = positions[1:]
+        if self.names.positions in given:
+            positions = given[self.names.positions]
+            if positions.dim() == 3 and positions.shape[0] == WITH_POSITIONS_OF_TEXT:
+                given[self.names.positions] = positions[1:]
         blocks = self._without_blocks(start, given, cache)
         added, per_layer = self._without_added(given), given.pop(PER_LAYER, None)
         inputs = inputs_after(start, given, self.names, "tokens")
@@ -233,12 +230,6 @@ class InnerDecoder:
         for index, results in enumerate(added or ()):
             found[where, index] = results
         return found
-
-    @property
-    def _cache_name(self) -> str:
-        name = decoder_cache.cache_name(self._parameters)
-        assert name is not None, self.kind  # `inner_decoders` leaves out decoders without it
-        return name
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name, without those that are ``None`` or are for the layer behind the

@@ -27,6 +27,7 @@ class _Arguments:
     Attributes:
         names: keys of the dictionary that is the first argument.
         types: types of the tensors in each positional argument.
+        shapes: shapes of the tensors in that dictionary.
         order: where each input of the signature comes from, for programs that take a dictionary and lists of pairs of
             keys and values, and return logits and such pairs: a key of the dictionary, or a place among the keys and
             values of all lists. Empty for other programs.
@@ -39,6 +40,8 @@ class _Arguments:
         leaves = [set(pytree.tree_leaves(argument)) for argument in args]
         self.names = list(args[0])
         self.types = [[entry.type for entry in signature.inputs if entry.leaf in own] for own in leaves]
+        shapes = {entry.leaf: entry.type.shape for entry in signature.inputs}
+        self.shapes = {name: shapes[leaf] for name, leaf in args[0].items() if leaf in shapes}
         self.order: list[str | int] = []
         plain = not signature.fixed and all(one.value is not None and one.qparams is None for one in signature.outputs)
         if plain and len(args) > 1 and _is_step(args[1:], range(len(args[0]), tree.num_leaves)):
@@ -166,6 +169,11 @@ def pairs_of(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
 def input_names(program: Any) -> list[str]:
     """Return the keys of the dictionary that a program takes as first argument."""
     return _arguments_of(program).names
+
+
+def shapes_of_inputs(program: Any) -> Mapping[str, Sequence[Any]]:
+    """Return the shapes of the tensors in the dictionary that a program takes as first argument."""
+    return _arguments_of(program).shapes
 
 
 def check_ignorable(given: Mapping[str, Any], places: range) -> None:
