@@ -24,14 +24,29 @@ struct Index {
     int wraps;
 };
 
+// Whether elements along an axis, `run` of which follow one another, are copied together: no index moves along it.
+static inline int continues_run(const struct Places* p, const struct Index* indices, int count, int axis, int64_t run) {
+    if (p->sizes[axis] == 1) return 1;
+    for (int i = 0; i < count; ++i)
+        if (indices[i].stride[axis]) return 0;
+    return p->from_stride[axis] == run && p->to_stride[axis] == run;
+}
+
 // Copy the elements that `count` index tensors select; *outside becomes 1 if an index is not inside of its axis.
+// Elements of the last axes are copied together where that leaves work for every thread.
 static inline void copy_indexed(const struct Places* p, const struct Index* indices, int count, int32_t* outside,
                                 int thread, int threads) {
-    int64_t total = 1;
+    int64_t total = 1, run = 1;
     for (int axis = 0; axis < INDEXED_AXES; ++axis) total *= p->sizes[axis];
-    for (int64_t e = shard_begin(total, thread, threads); e < shard_begin(total, thread + 1, threads); ++e) {
+    int axes = INDEXED_AXES;
+    while (total && axes && continues_run(p, indices, count, axes - 1, run)) {
+        if (total / (run * p->sizes[axes - 1]) < threads) break;
+        run *= p->sizes[--axes];
+    }
+    const int64_t lines = total / run;
+    for (int64_t e = shard_begin(lines, thread, threads); e < shard_begin(lines, thread + 1, threads); ++e) {
         int64_t rest = e, from = 0, to = 0, at[INDICES] = {0};
-        for (int axis = INDEXED_AXES - 1; axis >= 0; --axis) {
+        for (int axis = axes - 1; axis >= 0; --axis) {
             const int64_t place = rest % p->sizes[axis];
             rest /= p->sizes[axis];
             from += place * p->from_stride[axis], to += place * p->to_stride[axis];
@@ -44,7 +59,7 @@ static inline void copy_indexed(const struct Places* p, const struct Index* indi
             from += index * indices[i].step;
         }
         if (*outside) return;
-        memcpy(p->to + to * p->bytes, p->from + from * p->bytes, (size_t)p->bytes);
+        memcpy(p->to + to * p->bytes, p->from + from * p->bytes, (size_t)(run * p->bytes));
     }
 }
 

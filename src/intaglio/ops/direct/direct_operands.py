@@ -19,11 +19,13 @@ def bind_axis(call: Call) -> Attrs:
 
 
 def check_ranks(op: Op, graph: Graph) -> None:
-    """Raise `ValueError` for too many axes, or a result of another element type than the first operand."""
+    """Raise `ValueError` for too many axes, a result of another element type than the first operand, or values with
+    several scales."""
     if max(len(graph.types[name].shape) for name in (*op.inputs, *op.outputs)) > MAX_INDEXED_AXES:
         raise ValueError(f"{op.kind}: an operand or the result has more than {MAX_INDEXED_AXES} axes")
-    if graph.types[op.output].dtype is not graph.types[op.inputs[0]].dtype or graph.types[op.output].q is not None:
-        raise ValueError(f"{op.kind} keeps the element type, but makes {graph.types[op.output]}")
+    given, made = graph.types[op.inputs[0]], graph.types[op.output]
+    if made.dtype is not given.dtype or made.q != given.q or (made.q is not None and made.q.axis is not None):
+        raise ValueError(f"{op.kind} keeps the element type, but makes {made}")
 
 
 def check_integers(op: Op, graph: Graph, names: Sequence[str]) -> None:
