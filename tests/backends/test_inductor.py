@@ -19,7 +19,7 @@ from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.dynamic_quant import quantize_dynamic
 from intaglio.quant.annotate.per_token import decompositions
 from support import torchvision_stub as beside
-from support.processor import needs_vnni
+from support.processor import HAS_VNNI, needs_vnni
 
 compiles = pytest.mark.slow(reason="Inductor compiles with the headers of PyTorch, for twenty seconds at first")
 imports = pytest.mark.slow(reason="importing Inductor takes five seconds")
@@ -28,9 +28,13 @@ OWN_SUMS = 1e-5
 """Share of the largest result by which float sums in another order differ."""
 
 
-def converted(model, *inputs, recipe=None, dynamic_shapes=None, image=None):
+UNSATURATED = {} if HAS_VNNI else {"*": {"activations_dtype": "u7"}}
+"""Activations whose products with weights oneDNN adds without saturation on this processor."""
+
+
+def converted(model, *inputs, recipe=UNSATURATED, dynamic_shapes=None, image=None):
     captured = stages.capture(model.eval(), inputs, dynamic_shapes=dynamic_shapes)
-    prepared = stages.prepare(captured, stages.Quantizer(intaglio.Recipe.of(recipe or {}), input=image))
+    prepared = stages.prepare(captured, stages.Quantizer(intaglio.Recipe.of(recipe), input=image))
     ranges = stages.calibrate(prepared, [inputs]) if prepared.observers else None
     return stages.convert(prepared, ranges)
 
@@ -93,7 +97,6 @@ def test_layers_are_int8_calls_with_fused_operators(residual):
     assert [one.origin.path for one in residual[1].report.of("int8 call")] == ["first", "second", "third", "head"]
 
 
-@needs_vnni
 @compiles
 @pytest.mark.parametrize("batch", [1, 3, 7])
 def test_any_batch_gives_the_results_of_the_reference(residual, batch):
@@ -176,13 +179,13 @@ class AddsWhatIsNotItsOwn(nn.Module):
 
 
 @compiles
-@needs_vnni
 def test_a_sum_does_not_overwrite_an_input_or_a_constant():
     """Inductor would let oneDNN write it there: the second call would give another result."""
     torch.manual_seed(0)
     inputs = torch.randn(4, 16), torch.randn(4, 16)
     fixed = {"x": None, "y": None}
-    reference = converted(AddsWhatIsNotItsOwn(), *inputs, recipe={"second": {"quantize": False}}, dynamic_shapes=fixed)
+    floats = {"second": {"quantize": False}}
+    reference = converted(AddsWhatIsNotItsOwn(), *inputs, recipe={**UNSATURATED, **floats}, dynamic_shapes=fixed)
     model = stages.compile(reference, backend="inductor", example_inputs=inputs)
     kept = [tensor.clone() for tensor in inputs]
     assert_close(model(*inputs), reference(*kept))
@@ -342,6 +345,7 @@ def test_a_per_channel_input_without_a_declaration_takes_no_bytes():
         assert_close(handed(x)[0], reference(x))
 
 
+@needs_vnni  # images have 8 bits
 @compiles
 def test_images_are_bytes_or_floats(tmp_path):
     torch.manual_seed(0)
@@ -414,6 +418,7 @@ def test_bert_runs_with_masks_and_as_an_inductor_package(bert, tmp_path):
     assert len(model._programs) == 3
 
 
+@needs_vnni  # recurrent layers are int8 with 8 bits only
 @compiles
 def test_a_recurrent_layer_is_a_callback_that_no_package_takes(tmp_path):
     class Recurrent(nn.Module):
@@ -426,7 +431,7 @@ def test_a_recurrent_layer_is_a_callback_that_no_package_takes(tmp_path):
 
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8)
-    reference = converted(Recurrent(), x)
+    reference = converted(Recurrent(), x, recipe={})
     model = stages.compile(reference, backend="inductor", example_inputs=x)
     assert_close(model(x), reference(x))
     assert model.report.counts["callback"] == 1

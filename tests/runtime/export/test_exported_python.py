@@ -134,7 +134,7 @@ def test_results_have_the_structure_of_the_model_and_inputs_have_names(tmp_path)
         assert equal(total, expected["nested"][0][0])
         assert nothing is None
         assert text == "text"
-    assert repr(network) == "Network(ids: int64[n, 5], scale: float32[n, 5, 1])"
+    assert repr(network) == "Network(ids: int64[n, n1], scale: float32[n, n1, 1])"
     for wrong, said in (
         ((arrays[:1], {}), "expected the inputs ids, scale, got 1 in order"),
         ((arrays, {"scale": 1}), "expected the inputs ids, scale, got 2 in order"),
