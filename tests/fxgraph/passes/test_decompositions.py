@@ -7,6 +7,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import intaglio
+from intaglio import stages
 from support.lowering import quantized
 from support.nets import Body, randomize
 from support.side_by_side import SideBySide
@@ -195,3 +196,16 @@ def test_grids_of_a_free_size_are_computed_in_the_program(indexing):
     assert not found.coverage.islands
     for batch in (x, x[..., :7, :]):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found(batch)[1:], model(batch)[1:], strict=True))
+
+
+def test_a_split_into_sizes_that_the_model_computes_stays_a_split():
+    def divided(m, x, sizes):
+        return [m.last(part) for part in m.first(x).split(sizes.tolist())]
+
+    model = randomize(Body(divided, first=nn.Linear(8, 8), last=nn.Linear(8, 4)))
+    x, sizes = torch.randn(6, 8, generator=DRAW), torch.tensor([2, 4])
+    prepared = stages.prepare(stages.capture(model, (x, sizes)))
+    reference = stages.convert(prepared, stages.calibrate(prepared, [(x, sizes)]))
+    for part, expected in zip(reference(x, sizes), model(x, sizes), strict=True):
+        assert part.shape == expected.shape
+        torch.testing.assert_close(part, expected, rtol=0, atol=0.1)

@@ -133,7 +133,8 @@ def decompose_split(module: fx.GraphModule) -> int:
 
 
 def _split_sizes(node: fx.Node) -> list[int]:
-    """Return the sizes of a split's parts; empty for other operators and along a dynamic dimension."""
+    """Return the sizes of a split's parts; empty for other operators, along a dynamic dimension and for sizes that the
+    model computes."""
     if operator(node) not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
         return []
     given = arguments(node)
@@ -141,7 +142,8 @@ def _split_sizes(node: fx.Node) -> list[int]:
     if not isinstance(total, int):
         return []
     if operator(node) == "aten.split_with_sizes.default":
-        return list(given["split_sizes"])
+        sizes = list(given["split_sizes"])
+        return sizes if all(isinstance(size, int) for size in sizes) else []  # others are nodes
     step = given["split_size"]
     return [min(step, total - at) for at in range(0, total, step)]
 
