@@ -57,6 +57,8 @@ FOLLOWED_ELSEWHERE = {
     "leave it out, or quantize again with batches that have": "integrations/test_quantized_transformers.py",
     "call intaglio.integrations.transformers.from_pretrained(folder)": "integrations/test_quantized_transformers.py",
     "pass a folder that save_pretrained of an int8 model wrote": "integrations/test_quantized_transformers.py",
+    "pass grid_thw of the same images": "integrations/test_vision_encoders.py",
+    "pass integers of shape [images, 3]": "integrations/test_vision_encoders.py",
     "quantize its modules one by one": "integrations/test_quantized_sentence_transformers.py",
     "pass a list of sentences, or batches that preprocess": "integrations/test_quantized_sentence_transformers.py",
     "pass model_class= if it is a class of yours": "integrations/test_quantized_transformers.py",

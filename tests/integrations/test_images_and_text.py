@@ -105,10 +105,12 @@ def test_files_and_copies_generate_the_same_tokens(tmp_path):
     assert loaded.fingerprint() == int8.fingerprint()
     assert torch.equal(generated(copy.deepcopy(int8), call), expected)
     part = int8.model.get_submodule(DECODER)
-    assert len(pickle.dumps(part.cached)) < 20_000, "no tensors of a call are kept"
-    assert pickle.loads(pickle.dumps(part.cached)).names == part.cached.names
+    assert len(pickle.dumps(part.adapted)) < 20_000, "no tensors of a call are kept"
+    assert pickle.loads(pickle.dumps(part.adapted)).names == part.adapted.names
     other.config.get_text_config().use_cache = False
-    with pytest.raises(intaglio.errors.ArtifactError, match=rf"{DECODER} has a cache, which that of Llava"):
+    with pytest.raises(
+        intaglio.errors.ArtifactError, match=rf"{DECODER} takes other arguments in the file than in Llava"
+    ):
         intaglio.load_into(tmp_path / "model", other)
 
 
@@ -181,7 +183,7 @@ def test_a_decoder_that_fails_in_a_step_is_no_candidate():
         raise RuntimeError("it needs token ids")
 
     module.forward = functools.wraps(module.forward)(failing)
-    with pytest.raises(CaptureError, match="a step of it fails: RuntimeError: it needs token ids"):
+    with pytest.raises(CaptureError, match="fails with the arguments of a program: RuntimeError: it needs token ids"):
         PartCandidate.of(DECODER, module, logs[DECODER], decoder)
     with recorded_calls({DECODER: module}, {DECODER: decoder}) as logs, pytest.raises(RuntimeError):
         module(inputs_embeds=torch.zeros(3))
@@ -189,12 +191,12 @@ def test_a_decoder_that_fails_in_a_step_is_no_candidate():
 
 
 def test_caches_of_more_than_keys_and_values_are_left_to_the_model():
-    from intaglio.integrations import cached_parts_of
+    from intaglio.integrations import adapted_parts_of
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "time_step_rank": 8}
     model = library().MambaForCausalLM(library().MambaConfig(**sizes, num_hidden_layers=1)).eval()
-    assert cached_parts_of(model) == {}
-    assert list(cached_parts_of(float_model())) == [DECODER]
+    assert adapted_parts_of(model) == {}
+    assert list(adapted_parts_of(float_model())) == [DECODER]
 
 
 def test_decoders_without_a_program_are_refused():

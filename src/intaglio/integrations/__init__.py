@@ -16,7 +16,15 @@ from torch import nn
 from intaglio.quant.calibrate.batches import Call, Use
 from intaglio.runtime import QuantizedModel
 
-__all__ = ["INTEGRATIONS", "CachedPart", "ExportExample", "Integration", "Quantize", "integration_for", "is_of_library"]
+__all__ = [
+    "INTEGRATIONS",
+    "AdaptedPart",
+    "ExportExample",
+    "Integration",
+    "Quantize",
+    "integration_for",
+    "is_of_library",
+]
 
 
 @dataclass(frozen=True)
@@ -43,10 +51,11 @@ Quantize = Callable[[nn.Module, Any, ExportExample | None], QuantizedModel]
 arguments of the user's call of `intaglio.quantize`."""
 
 
-class CachedPart(Protocol):
-    """A submodule with a key-value cache among its arguments, such as the decoder of a model for images and text.
+class AdaptedPart(Protocol):
+    """A submodule whose program takes other arguments than its forward.
 
-    Its program takes keys and values of earlier tokens and returns those of new ones.
+    The program of the decoder of a model for images and text takes keys and values of earlier tokens in place of a
+    cache, and returns those of new ones. That of a vision encoder takes positions in place of the sizes of images.
 
     Attributes:
         outside: paths of modules inside of the submodule that the code around it calls.
@@ -72,7 +81,7 @@ class CachedPart(Protocol):
             calls: recorded calls, at least one.
 
         Raises:
-            UnsupportedError: the submodule cannot have a program with a cache.
+            UnsupportedError: the submodule cannot have such a program.
         """
 
     def run(self, program: QuantizedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -113,8 +122,8 @@ class Integration(Protocol):
             call: the call for the first batch.
         """
 
-    def cached_parts(self, model: nn.Module) -> Mapping[str, CachedPart]:
-        """Return the submodules that have a cache among their arguments, by path.
+    def adapted_parts(self, model: nn.Module) -> Mapping[str, AdaptedPart]:
+        """Return the submodules whose programs take other arguments than their forward, by path.
 
         Args:
             model: a float model of the library.
@@ -164,10 +173,10 @@ def integrations_in(model: nn.Module) -> list[Integration]:
     return [cast(Integration, import_module(home)) for home in found.values()]
 
 
-def cached_parts_of(model: nn.Module) -> Mapping[str, CachedPart]:
-    """Return the submodules of a model that have a cache among their arguments, by path."""
+def adapted_parts_of(model: nn.Module) -> Mapping[str, AdaptedPart]:
+    """Return the submodules of a model whose programs take other arguments than their forward, by path."""
     integration = integration_for(model)
-    return {} if integration is None else integration.cached_parts(model)
+    return {} if integration is None else integration.adapted_parts(model)
 
 
 def is_of_library(model: nn.Module, base: str) -> bool:

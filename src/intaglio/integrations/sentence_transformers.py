@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import CalibrationError, InputError
-from intaglio.integrations import CachedPart, Quantize, is_of_library, transformers
+from intaglio.integrations import AdaptedPart, Quantize, is_of_library, transformers
 from intaglio.quant.calibrate.batches import Call, Use
 
 SENTENCES_PER_BATCH = 32
@@ -50,8 +50,8 @@ def further_calls(model: nn.Module, call: Call) -> list[Use]:
     return []
 
 
-def cached_parts(model: nn.Module) -> dict[str, CachedPart]:
-    """Return none: sentences are not generated."""
+def adapted_parts(model: nn.Module) -> dict[str, AdaptedPart]:
+    """Return none: the transformer inside does not generate, and takes no images of several sizes."""
     return {}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import InputError
-from intaglio.integrations import CachedPart
+from intaglio.integrations import AdaptedPart
 from intaglio.mac_counter import MacCounter
 from intaglio.parts.packed_sequences import PackedCall, is_recurrent
 from intaglio.quant.calibrate.batches import Call
@@ -101,18 +101,18 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def recorded_calls(
-    modules: Mapping[str, nn.Module], cached: Mapping[str, CachedPart], most: int | None = None
+    modules: Mapping[str, nn.Module], adapted: Mapping[str, AdaptedPart], most: int | None = None
 ) -> Iterator[dict[str, RecordedCalls]]:
     """Record the calls of modules that happen inside of the context.
 
     Args:
         modules: the modules by name.
-        cached: those with a cache among their arguments, by name.
+        adapted: those whose programs take other arguments than their forward, by name.
         most: number of calls to record, the first ones (default: all).
     """
     logs = {name: RecordedCalls(most) for name in modules}
     hooks = [
-        module.register_forward_pre_hook(_recorder(logs[name], cached.get(name)), with_kwargs=True)
+        module.register_forward_pre_hook(_recorder(logs[name], adapted.get(name)), with_kwargs=True)
         for name, module in modules.items()
     ]
     try:
@@ -122,11 +122,11 @@ def recorded_calls(
             hook.remove()
 
 
-def _recorder(log: RecordedCalls, cached: CachedPart | None) -> Callable[..., None]:
-    def record_cached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert cached is not None
+def _recorder(log: RecordedCalls, adapted: AdaptedPart | None) -> Callable[..., None]:
+    def record_adapted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert adapted is not None
         try:
-            given = cached.recorded(args, kwargs)
+            given = adapted.recorded(args, kwargs)
         except InputError as error:
             log.refused = f"{error.where}: {error.problem}"
         except Exception as error:  # the arguments are those of any code around the module
@@ -142,7 +142,7 @@ def _recorder(log: RecordedCalls, cached: CachedPart | None) -> Callable[..., No
         for _, of_group in call.groups():
             log.add(of_group, {})
 
-    return record if cached is None else record_cached
+    return record if adapted is None else record_adapted
 
 
 def count_macs(model: nn.Module, call: Call) -> tuple[dict[int, int], int]:

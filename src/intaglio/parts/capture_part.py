@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import CaptureError, IntaglioError
-from intaglio.integrations import CachedPart
+from intaglio.integrations import AdaptedPart
 from intaglio.ir import symbols_of
 from intaglio.parts.call_recorder import RecordedCalls
 from intaglio.parts.part_module import alone
@@ -39,7 +39,7 @@ class PartCandidate:
         module: the submodule.
         part: the module that is captured, with the submodule at the same path.
         captured: the graph.
-        cached: how it is run, if it has a cache among its arguments.
+        adapted: how its program is run, if it takes other arguments than its forward.
         cached_inputs: its inputs that hold results of earlier calls, as in `intaglio.stages.Quantizer`.
         arguments: makes the arguments of the graph of those of a recorded call.
     """
@@ -48,31 +48,32 @@ class PartCandidate:
     module: nn.Module
     part: nn.Module
     captured: Captured
-    cached: CachedPart | None = None
+    adapted: AdaptedPart | None = None
     cached_inputs: Mapping[int, int | None] = field(default_factory=dict)
     arguments: Callable[[dict[str, Any]], tuple[Any, ...]] | None = None
 
     @staticmethod
-    def of(path: str, module: nn.Module, log: RecordedCalls, cached: CachedPart | None) -> PartCandidate:
+    def of(path: str, module: nn.Module, log: RecordedCalls, adapted: AdaptedPart | None) -> PartCandidate:
         """Capture a submodule.
 
         Raises:
             IntaglioError: it cannot be captured.
         """
-        if cached is None:
+        if adapted is None:
             part = alone(module, path)
             return PartCandidate(path, module, part, _capture_part(part, log))
         try:
-            step, arguments, example = cached.float_step(module, [kwargs for _, kwargs in log.calls])
+            step, arguments, example = adapted.float_step(module, [kwargs for _, kwargs in log.calls])
         except IntaglioError:
             raise
         except Exception as error:  # the float module runs in ways that the model does not use
-            problem = f"a step of it fails: {type(error).__name__}: {error}"
-            raise CaptureError(path, None, problem, remedy="set model.config.use_cache = False") from error
+            problem = f"its forward fails with the arguments of a program: {type(error).__name__}: {error}"
+            remedy = f"leave the part in float: quantize(..., skip=[{path!r}])"
+            raise CaptureError(path, None, problem, remedy=remedy) from error
         part = alone(step, path)
         captured = capture(part, example.inputs, dynamic_shapes=example.dynamic_shapes)
         check_calls(captured, part, example.checks)
-        return PartCandidate(path, module, part, captured, cached, example.cached_inputs, arguments)
+        return PartCandidate(path, module, part, captured, adapted, example.cached_inputs, arguments)
 
     def data(self, log: RecordedCalls) -> tuple[Call, list[tuple[Any, ...]]]:
         """Return the arguments of a call of the graph, and those of all recorded calls by position."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import CaptureError, IntaglioError
-from intaglio.integrations import CachedPart, cached_parts_of, integrations_in
+from intaglio.integrations import AdaptedPart, adapted_parts_of, integrations_in
 from intaglio.parts.call_recorder import MOST_BYTES, RecordedCalls, count_macs, recorded_calls
 from intaglio.parts.capture_part import PartCandidate, run_call
 from intaglio.parts.part_module import QuantizedPart, parts_behind
@@ -116,7 +116,7 @@ def find_parts(
     while waiting:
         quantized = search.quantized(waiting)
         made = {
-            path: QuantizedPart(path, int8, search.modules[path], search.cached.get(path))
+            path: QuantizedPart(path, int8, search.modules[path], search.adapted.get(path))
             for path, int8 in quantized.items()
         }
         waiting = []
@@ -142,8 +142,8 @@ class _PartSearch:
         self.modules = dict(model.named_modules())
         self.floats: list[FloatPart] = []
         self.tried: set[int] = set()
-        self.cached, self.integrations = cached_parts_of(model), integrations_in(model)
-        with recorded_calls(self.modules, self.cached, most=1) as self.first:
+        self.adapted, self.integrations = adapted_parts_of(model), integrations_in(model)
+        with recorded_calls(self.modules, self.adapted, most=1) as self.first:
             for call in calls:
                 run_call(model, call)
 
@@ -156,7 +156,7 @@ class _PartSearch:
         while waiting:
             group = self.first_group(waiting)
             waiting = list(waiting[len(group) :])
-            with recorded_calls({one.path: one.module for one in group}, self.cached) as logs:
+            with recorded_calls({one.path: one.module for one in group}, self.adapted) as logs:
                 for call in self.calls:
                     run_call(self.model, call)
             while group:
@@ -187,19 +187,19 @@ class _PartSearch:
         if reason is None and any(one.has_collected_layers(module) for one in self.integrations):
             reason = LAYERS_COLLECTED
         if reason is None:
-            cached = self.cached.get(path)
+            adapted = self.adapted.get(path)
             try:
                 with progress_of(path):
-                    found = [PartCandidate.of(path, module, log, cached)]
-                return found if cached is None else [*found, *self.outside_of(path, module, cached)]
+                    found = [PartCandidate.of(path, module, log, adapted)]
+                return found if adapted is None else [*found, *self.outside_of(path, module, adapted)]
             except IntaglioError as error:
                 reason = _first_line(error)
         return self.instead_of(path, module, reason)
 
-    def outside_of(self, path: str, module: nn.Module, cached: CachedPart) -> list[PartCandidate]:
+    def outside_of(self, path: str, module: nn.Module, adapted: AdaptedPart) -> list[PartCandidate]:
         """Return the candidates among the modules inside of a part that the code around it calls."""
         found = []
-        for name in cached.outside:
+        for name in adapted.outside:
             own = module.get_submodule(name)
             if id(own) not in self.tried and _has_work(own, self.macs):
                 self.tried.add(id(own))
@@ -208,8 +208,8 @@ class _PartSearch:
 
     def instead_of(self, path: str, module: nn.Module, reason: str) -> list[PartCandidate]:
         """Return the candidates inside of a submodule that stays in float, or note the reason if there is nothing."""
-        if path in self.cached and reason is not NOT_CALLED:
-            logger.info("%s: no program with a cache, because %s", path, reason)
+        if path in self.adapted and reason is not NOT_CALLED:
+            logger.info("%s: no program of its own, because %s", path, reason)
         if any(_has_work(part, self.macs) for part in module.children()):
             return self.below(path, module)
         self.floats.append(FloatPart(path, type(module).__name__, reason, self.macs.get(id(module), 0)))

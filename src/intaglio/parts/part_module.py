@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import InputError
-from intaglio.integrations import CachedPart
+from intaglio.integrations import AdaptedPart
 from intaglio.parts.packed_sequences import PackedCall
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import call_hooks, make_wrapper_subclass, pytree, submodules_of
@@ -59,18 +59,18 @@ class QuantizedPart(nn.Module):
     Attributes:
         int8: the int8 model.
         path: where the part is in the model.
-        cached: how it is run, if it has a cache among its arguments.
+        adapted: how its program is run, if it takes other arguments than its forward.
         empty: no values, of the data type of the float module; code may ask for that of the first parameter.
     """
 
     def __init__(
-        self, path: str, int8: QuantizedModel, float_module: nn.Module, cached: CachedPart | None = None
+        self, path: str, int8: QuantizedModel, float_module: nn.Module, adapted: AdaptedPart | None = None
     ) -> None:
         super().__init__()
         self.eval()
-        self.int8, self.cached = int8, cached
+        self.int8, self.adapted = int8, adapted
         call_hooks(self)[1].update(call_hooks(float_module)[1])  # models read results of layers with them
-        for outside in () if cached is None else cached.outside:
+        for outside in () if adapted is None else adapted.outside:
             add_submodule(self, outside, float_module.get_submodule(outside))
         first = next(float_module.parameters(), torch.empty(0))
         self.empty = nn.Parameter(torch.empty(0, dtype=first.dtype), requires_grad=False)
@@ -85,8 +85,8 @@ class QuantizedPart(nn.Module):
         """Run the int8 model, for sequences of each length together if they are packed."""
         packed = PackedCall.of(args, kwargs, self._plain.get("batch_first"))
         try:
-            if self.cached is not None:
-                return self.cached.run(self.int8, args, kwargs)
+            if self.adapted is not None:
+                return self.adapted.run(self.int8, args, kwargs)
             return self.int8(*args, **kwargs) if packed is None else packed.run(self.int8)
         except InputError as error:
             self.__dict__["_unfit"] = error.problem
@@ -96,7 +96,7 @@ class QuantizedPart(nn.Module):
 
     def outside_modules(self) -> list[nn.Module]:
         """Return the modules inside of the part that code around it calls, which do not belong to it."""
-        return [] if self.cached is None else [self.get_submodule(path) for path in self.cached.outside]
+        return [] if self.adapted is None else [self.get_submodule(path) for path in self.adapted.outside]
 
     @property
     def unfit(self) -> str:

@@ -111,11 +111,11 @@ class PartlyQuantizedModel(nn.Module):
         self, float_model: nn.Module, data: Any, samples: int | None, statistics: bool = False
     ) -> dict[str, ComparisonRun]:
         """Return for each part what `run_comparison` returns: the comparison, and what is known about its graph."""
-        cached = {path: part.cached for path, part in self._part_modules().items() if part.cached is not None}
+        adapted = {path: part.adapted for path, part in self._part_modules().items() if part.adapted is not None}
         try:
             modules = {path: float_model.get_submodule(path) for path in self.parts}
             calls = calls_of(float_model, data, None)
-            with recorded_calls(modules, cached) as logs, torch.no_grad():
+            with recorded_calls(modules, adapted) as logs, torch.no_grad():
                 for args, kwargs in calls:
                     float_model(*clone_tensors(args), **clone_tensors(kwargs))
         except Exception as error:
@@ -125,7 +125,7 @@ class PartlyQuantizedModel(nn.Module):
         for path, part in self.parts.items():
             if not logs[path].calls:
                 continue
-            one = PartCandidate.of(path, modules[path], logs[path], cached.get(path))
+            one = PartCandidate.of(path, modules[path], logs[path], adapted.get(path))
             found[path] = run_comparison(one.captured, part, one.data(logs[path])[1], samples, statistics)
         return found
 

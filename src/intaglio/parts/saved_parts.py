@@ -14,7 +14,7 @@ from torch import nn
 
 from intaglio.build import open_model
 from intaglio.errors import MALFORMED, ArtifactError
-from intaglio.integrations import cached_parts_of
+from intaglio.integrations import adapted_parts_of
 from intaglio.parts.find_parts import replace_module
 from intaglio.parts.part_module import QuantizedPart
 from intaglio.runtime import Coverage, FloatPart
@@ -39,8 +39,8 @@ def write_parts(
         for name, where in names.items():
             parts[where].int8.save(Path(folder) / name, library=library)
             members[name] = (Path(folder) / name).read_bytes()
-    cached = [where for where, part in parts.items() if part.cached is not None]
-    write(path, {"intaglio": version, "parts": names, "cached": cached, "coverage": asdict(coverage)}, members)
+    adapted = [where for where, part in parts.items() if part.adapted is not None]
+    write(path, {"intaglio": version, "parts": names, "adapted": adapted, "coverage": asdict(coverage)}, members)
 
 
 def read_parts(path: Path, float_model: nn.Module, trust: bool) -> Coverage:
@@ -62,16 +62,16 @@ def read_parts(path: Path, float_model: nn.Module, trust: bool) -> Coverage:
     if not isinstance(names, dict):
         problem = "it holds a whole int8 model, and no parts of one"
         raise ArtifactError(str(path), None, problem, remedy="call intaglio.load(path)")
-    known = cached_parts_of(float_model)
+    known = adapted_parts_of(float_model)
     try:
-        cached = {where: known.get(where) for where in manifest.get("cached", [])}
-        if missing := [where for where, one in cached.items() if one is None]:
-            problem = f"{missing[0]} has a cache, which that of {type(float_model).__name__} does not have"
+        adapted = {where: known.get(where) for where in manifest.get("adapted", [])}
+        if missing := [where for where, one in adapted.items() if one is None]:
+            problem = f"{missing[0]} takes other arguments in the file than in {type(float_model).__name__}"
             raise ArtifactError(str(path), None, problem, remedy=SAME_ARCHITECTURE)
         for name, where in names.items():
             old = _submodule(path, float_model, where)
             int8 = open_model(path, read_member(path, members, name), trust=trust)
-            replace_module(float_model, old, QuantizedPart(where, int8, old, cached.get(where)))
+            replace_module(float_model, old, QuantizedPart(where, int8, old, adapted.get(where)))
         _load_rest(path, float_model, safetensors.torch.load(members[FLOATS].read()))
         return _coverage(manifest["coverage"])
     except (*MALFORMED, safetensors.SafetensorError) as error:

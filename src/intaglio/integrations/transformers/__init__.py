@@ -18,7 +18,7 @@ from torch import nn
 from intaglio.argument_checks import check_arguments
 from intaglio.build import load_program, open_model
 from intaglio.errors import ArtifactError
-from intaglio.integrations import CachedPart, Quantize
+from intaglio.integrations import AdaptedPart, Quantize
 from intaglio.integrations.transformers.folders import (
     MODEL_FILE,
     program_file,
@@ -89,11 +89,13 @@ def further_calls(model: PreTrainedModel, call: Call) -> list[Use]:
     return steps_of_generate(model, call) if generates_with_cache(model, [call[1]]) else []
 
 
-def cached_parts(model: PreTrainedModel) -> Mapping[str, CachedPart]:
-    """Return the decoder inside of a model that makes the embeddings of its tokens, by its path."""
+def adapted_parts(model: PreTrainedModel) -> Mapping[str, AdaptedPart]:
+    """Return, by path, the decoder inside of a model that makes the embeddings of its tokens, and vision encoders for
+    images of any sizes in one call."""
     from intaglio.integrations.transformers.steps.inner_decoders import inner_decoders
+    from intaglio.integrations.transformers.vision.vision_encoders import vision_encoders
 
-    return inner_decoders(model)
+    return inner_decoders(model) | vision_encoders(model)
 
 
 def install_hooks(model: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from intaglio.ops.loop_ops.loop import LOOP
 from intaglio.ops.movement.shape import PERMUTE, RESHAPE
 from intaglio.ops.pointwise import QUANTIZE
 
-MOVING = (INDEX, PERMUTE, RESHAPE)
+SELECTING = (INDEX, PERMUTE, RESHAPE)
 
 
 def quantize_before_indexing(graph: Graph) -> tuple[Graph, int]:
@@ -47,7 +47,7 @@ def quantize_before_indexing(graph: Graph) -> tuple[Graph, int]:
 def _moves_before(value: str, makers: Mapping[str, Op], readers: Mapping[str, int]) -> list[Op]:
     """Return the operators without computation that make a value, each of which has one reader, in their order."""
     found: list[Op] = []
-    while (maker := makers.get(value)) is not None and op_def(maker) in MOVING and readers[value] == 1:
+    while (maker := makers.get(value)) is not None and op_def(maker) in SELECTING and readers[value] == 1:
         found.insert(0, maker)
         value = maker.inputs[0]
     return found

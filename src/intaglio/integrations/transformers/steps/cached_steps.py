@@ -155,7 +155,7 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
             result = _call_with_cache(self, cache, given)
         return output_of(result), [layer.new for layer in layers]
 
-    return _with_forward(model, forward)
+    return with_forward(model, forward)
 
 
 def _decoder_arguments(
@@ -226,7 +226,7 @@ def encoder_module(model: PreTrainedModel, arguments: Sequence[str]) -> nn.Modul
     def forward(self: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         return self.get_encoder()(**{name: inputs[name] for name in arguments}, return_dict=True).last_hidden_state
 
-    return _with_forward(model, forward)
+    return with_forward(model, forward)
 
 
 @dataclass
@@ -251,7 +251,7 @@ def cross_module(model: PreTrainedModel) -> nn.Module:
         _call_with_cache(self, cache, {"encoder_outputs": encoder_result(hidden), "decoder_input_ids": tokens})
         return keys_and_values(cache.cross_attention_cache)
 
-    return _with_forward(model, forward)
+    return with_forward(model, forward)
 
 
 def _empty_cache() -> Cache:
@@ -259,7 +259,7 @@ def _empty_cache() -> Cache:
 
 
 def _call_with_cache(model: Any, cache: Cache, given: Mapping[str, Any]) -> Any:
-    """Return the results of the forward of a model's class, which `_with_forward` hides, with a cache that it fills."""
+    """Return the results of the forward of a model's class, which `with_forward` hides, with a cache that it fills."""
     forward: Callable[..., Any] = types.MethodType(type(model).forward, model)
     name = cache_name(inspect.signature(forward).parameters)
     assert name is not None, type(model)  # `cache_refusal` refuses models without it
@@ -282,7 +282,7 @@ def _masks_of_any_size() -> Iterator[None]:
         del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
-def _with_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> nn.Module:
+def with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """Return a copy of a model with another forward, whose cache is what that forward passes.
 
     It shares the parameters, which capture copies anyway and which take most of the memory.

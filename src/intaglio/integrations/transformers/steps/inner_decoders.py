@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from intaglio.errors import InputError, UnsupportedError
-from intaglio.integrations import CachedPart, ExportExample
+from intaglio.integrations import AdaptedPart, ExportExample
 from intaglio.integrations.transformers.steps import decoder_cache
 from intaglio.integrations.transformers.steps.cached_steps import (
     ADDED,
@@ -53,7 +53,7 @@ WITH_POSITIONS_OF_TEXT = 4
 """Numbers for each token: that of text, and the time, row and column in an image or a video."""
 
 
-def inner_decoders(model: PreTrainedModel) -> dict[str, CachedPart]:
+def inner_decoders(model: PreTrainedModel) -> dict[str, AdaptedPart]:
     """Return the decoder inside of a model that generates with a cache of keys and values, by its path, if it takes
     embeddings of tokens that the model makes.
     """

@@ -1,0 +1,1 @@
+"""Vision encoders that take images of any sizes in one sequence of patches."""
