@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from ncnn_files import ranges_of, read_layers, write_int8
 from torch import nn
 
 from intaglio.peers.peer_engines import Inputs, PeerRun, onnx_file, onnxruntime_int8_file
@@ -50,16 +53,29 @@ def mnn_dynamic(model: nn.Module, example: Inputs, calibration: list[Inputs], th
     return mnn_call(model, example, {"backend": "CPU", "numThread": threads, "memory": "low"})
 
 
-def mnn_call(model: nn.Module, example: Inputs, settings: dict[str, Any]) -> PeerRun:
+def mnn_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> PeerRun:
+    """MNN with calibrated activations, for images. Of the methods of its package, KL and ADMM end the process; EMA is
+    left, for batches of one image."""
+    return mnn_call(model, example, {"backend": "CPU", "numThread": threads}, [inputs[0] for inputs in calibration])
+
+
+def mnn_call(
+    model: nn.Module, example: Inputs, settings: dict[str, Any], images: Sequence[torch.Tensor] = ()
+) -> PeerRun:
     # The commands mnnconvert and mnnquant import a logger that installs a package by pip and reports their use, so
     # the functions behind them are called.
     import _tools
     import MNN
 
     with tempfile.TemporaryDirectory() as folder:
-        source, target = onnx_file(model, example, Path(folder)), Path(folder) / "int8.mnn"
+        source, target = onnx_file(model, example, Path(folder)), Path(folder) / "model.mnn"
         files = ["--modelFile", str(source), "--MNNModel", str(target)]
-        _tools.mnnconvert(["mnnconvert", "-f", "ONNX", *files, "--bizCode", "MNN", "--weightQuantBits", "8"])
+        bits = [] if images else ["--weightQuantBits", "8"]
+        _tools.mnnconvert(["mnnconvert", "-f", "ONNX", *files, "--bizCode", "MNN", *bits])
+        if images:
+            settings_file, quantized = mnn_settings(torch.cat(list(images)), Path(folder)), target.with_suffix(".int8")
+            _tools.mnnquant(["mnnquant", str(target), str(quantized), str(settings_file)])
+            target = quantized
         manager = MNN.nn.create_runtime_manager((settings,))
         net = MNN.nn.load_module_from_file(str(target), [], [], runtime_manager=manager)
 
@@ -72,19 +88,54 @@ def mnn_call(model: nn.Module, example: Inputs, settings: dict[str, Any]) -> Pee
     return run
 
 
+def mnn_settings(images: torch.Tensor, folder: Path) -> Path:
+    """Write images [images, 3, height, width] as files of 8 bits, and the settings with which MNN calibrates."""
+    from PIL import Image
+
+    low, step = images.min().item(), (images.max() - images.min()).item() / 255
+    (folder / "images").mkdir()
+    for index, image in enumerate(((images - low) / step).round().byte().permute(0, 2, 3, 1)):
+        Image.fromarray(image.numpy()).save(folder / "images" / f"{index}.png")
+    height, width = images.shape[2:]
+    settings = {"format": "RGB", "mean": [-low / step] * 3, "normal": [step] * 3, "width": width, "height": height}
+    settings |= {"path": f"{folder / 'images'}/", "used_image_num": len(images), "batch_size": 1}
+    settings |= {"feature_quantize_method": "EMA", "weight_quantize_method": "MAX_ABS"}
+    file = folder / "settings.json"
+    file.write_text(json.dumps(settings))
+    return file
+
+
 def ncnn(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> PeerRun:
-    """ncnn, float32: its package does not contain the tools that quantize. Batch 1."""
+    """ncnn, float32. Batch 1."""
+    return ncnn_call(model, example, threads, [])
+
+
+def ncnn_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> PeerRun:
+    """ncnn with int8 convolutions and linear layers, written by `ncnn_files`. Batch 1."""
+    return ncnn_call(model, example, threads, calibration)
+
+
+def ncnn_call(model: nn.Module, example: Inputs, threads: int, calibration: list[Inputs]) -> PeerRun:
     import ncnn as library
     import pnnx
 
-    net = library.Net()
-    net.opt.num_threads = threads
-    with tempfile.TemporaryDirectory() as folder:
-        torch.jit.trace(model, example).save(f"{folder}/model.pt")
+    def loaded(param: Path, weights: Path) -> Any:
+        net = library.Net()
+        net.opt.num_threads = threads
+        net.load_param(str(param))
+        net.load_model(str(weights))
+        return net
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.jit.trace(model, example).save(str(folder / "model.pt"))
         shape = f"inputshape={list(example[0].shape)}".replace(" ", "")
         subprocess.run([pnnx.EXEC_PATH, "model.pt", shape, "fp16=0"], cwd=folder, check=True)
-        net.load_param(f"{folder}/model.ncnn.param")
-        net.load_model(f"{folder}/model.ncnn.bin")
+        net = loaded(folder / "model.ncnn.param", folder / "model.ncnn.bin")
+        if calibration:
+            head, layers = read_layers(folder / "model.ncnn.param")
+            images = (library.Mat(image.numpy()) for inputs in calibration for image in inputs[0])
+            net = loaded(*write_int8(folder, layers, head, ranges_of(net, layers, images)))
 
     def run(images: torch.Tensor) -> torch.Tensor:
         extractor = net.create_extractor()
@@ -134,4 +185,4 @@ def zentorch(model: nn.Module, example: Inputs, calibration: list[Inputs], threa
     return run
 
 
-OTHER_ENGINES = (executorch, mnn, mnn_dynamic, ncnn, tract, zentorch)
+OTHER_ENGINES = (executorch, mnn, mnn_dynamic, mnn_int8, ncnn, ncnn_int8, tract, zentorch)

@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,16 +339,23 @@ def amx_table(runs: list[Run]) -> str:
 
 ONCE = {"executorch": "ExecuTorch", "ncnn": "ncnn, float32", "mnn": "MNN", "tract": "tract"}
 """Engines that were raced once."""
+ONCE_INT8 = {
+    "ncnn_int8": "ncnn",
+    "mnn_int8": "MNN",
+    "ncnn": "ncnn, float32",
+    "mnn": "MNN, float32 activations",
+    "openvino_int8": "OpenVINO",
+}
+"""Engines that were raced once with their int8 kernels, beside others."""
 
 
-def once_table() -> str:
+def once_table(engines: Mapping[str, str] = ONCE) -> str:
     """Milliseconds per call of the engines that were raced once, from the newest race of each network with all."""
-    runs = {
-        run.title: run for run in sorted(_idle_races(), key=lambda run: run.date) if ONCE.keys() <= run.best_ms.keys()
-    }
-    head = ("network", "intaglio", *ONCE.values())
+    races = sorted(_idle_races(), key=lambda run: run.date)
+    runs = {run.title: run for run in races if engines.keys() <= run.best_ms.keys()}
+    head = ("network", "intaglio", *engines.values())
     titles = [title for title in NETWORKS.values() if title in runs]
-    rows = ((title, *(milliseconds(runs[title], engine) for engine in ("intaglio", *ONCE))) for title in titles)
+    rows = ((title, *(milliseconds(runs[title], engine) for engine in ("intaglio", *engines))) for title in titles)
     return table(head, rows)
 
 
@@ -469,6 +477,7 @@ TABLES = {
     "behind_operators": lambda: with_source(behind_operators_runs()),
     "amx": lambda: f"{amx_table(amx_runs())}\n\n{source(amx_runs())}",
     "once": once_table,
+    "once_int8": partial(once_table, ONCE_INT8),
     "float32": lambda: f"{float_table(float_runs(all_runs()))}\n\n{source(float_runs(all_runs()))}",
     "elsewhere": lambda: elsewhere_table(all_runs()),
     "accuracy": lambda: accuracy_table(all_runs(), recorded("accuracy")),

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 
+import numpy as np
 import pytest
 
 from intaglio.kernels import ISAS
@@ -391,3 +392,36 @@ def test_the_table_of_few_samples_has_the_newest_run_of_each_network_with_all_nu
     assert [row[:2] for row in rows] == [("MiniLM-L6", "1"), ("", "8"), ("", "64"), ("", "512")]
     assert all(list(row[2:]) == cells for row in rows)
     assert len(head) == len(rows[0])
+
+
+def test_files_of_ncnn_have_int8_weights_and_scales(tmp_path):
+    files = script("ncnn_files")
+    lines = [
+        "7767517",
+        "5 5",
+        "Input in0 0 1 in0",
+        "Convolution a 1 1 in0 1 0=2 1=1 5=1 6=4",
+        "ReLU r 1 1 1 2",
+        "Convolution b 1 1 2 3 0=1 1=3 6=18 3=1 4=1",
+        "InnerProduct c 1 1 3 out0 0=1 1=0 2=3",
+    ]
+    (tmp_path / "model.ncnn.param").write_text("\n".join(lines))
+    first, second, third = np.float32([[1, -2], [0, 0.5]]), np.ones(18, np.float32), np.float32([1, 2, 3])
+    mark, bias = bytes(4), np.float32([7, 8])
+    stored = [mark, first.tobytes(), bias.tobytes(), mark, second.tobytes(), mark, third.tobytes()]
+    (tmp_path / "model.ncnn.bin").write_bytes(b"".join(stored))
+    head, layers = files.read_layers(tmp_path / "model.ncnn.param")
+    param, weights = files.write_int8(tmp_path, layers, head, {"in0": 2.0, "2": 4.0, "3": 127.0})
+    written = param.read_text().splitlines()
+    assert written[3:] == [f"{lines[3]} 8=2", lines[4], f"{lines[5]} 8=2", f"{lines[6]} 8=2"]
+    data = weights.read_bytes()
+    assert data[:4] == np.uint32(files.INT8).tobytes()
+    assert [*np.frombuffer(data, np.int8, 4, 4)] == [64, -127, 0, 127]
+    scales = np.float32([127 / 2, 127 / 0.5, 127 / 2.0])
+    assert data[8:28] == bias.tobytes() + scales.tobytes()
+    assert [*np.frombuffer(data, np.int8, 18, 32)] == [31] * 18, "6 bits for Winograd's algorithm"
+
+    layers = [files.Layer.of(line) for line in (*lines[2:4], "Split s 1 2 1 x y", "Convolution b 1 1 x 3 0=1 1=3 6=18")]
+    assert files._int8_readers(layers[1], layers) == "x"
+    layers.append(files.Layer.of("BinaryOp add 2 1 3 y 4"))
+    assert files._int8_readers(layers[1], layers) is None
