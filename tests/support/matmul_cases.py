@@ -194,7 +194,7 @@ def _acc(scales) -> TensorType:
 
 @cache
 def memory(role: str) -> Memory:
-    return Memory()
+    return Memory(1 << 26)
 
 
 @dataclass(frozen=True)
