@@ -119,10 +119,20 @@ def test_calls_that_no_program_can_take_are_refused():
         part.recorded((patches[:20], grids), {})
     assert caught.value.remedy.startswith("pass grid_thw of the same images")
     part.recorded((patches[:20], torch.tensor([[1, 2, 10]])), {})
+    with pytest.raises(InputError, match="'grid_thw': no positions of patches follow from it"):
+        part.recorded((patches, torch.tensor([1, 4, 6])), {})
     with pytest.raises(InputError, match="'grid_thw': no positions of patches follow from it") as caught:
         part.recorded((patches, torch.tensor([[24]])), {})
     assert caught.value.remedy.startswith("pass integers of shape [images, 3]")
     part.recorded((patches, torch.tensor([[1, 2, 12]])), {})
+
+
+def test_an_encoder_that_returns_results_of_layers_has_no_program():
+    model = float_model()
+    path, part = vision_encoder(model)
+    model.config.vision_config.output_hidden_states = True
+    with pytest.raises(UnsupportedError, match="it has other results with positions and segments"):
+        part.float_step(model.get_submodule(path), [part.recorded(images(ONE), {})])
 
 
 def test_an_encoder_with_other_results_has_no_program():

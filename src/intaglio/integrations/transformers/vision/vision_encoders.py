@@ -97,11 +97,11 @@ class VisionEncoder:
         The axis of patches is divided into the number of merged ones and the patches that are merged into one, so that
         the number of all patches is a multiple of the latter in the graph too.
         """
+        computed = self._computed(patches, grids)
         count, unit = int(grids.prod(1).sum()), self.merged**2
         self.has_batch = patches.shape[0] == 1 != count
         found = {GRIDS: grids.long()}
-        tensors = {PATCHES: patches[0] if self.has_batch else patches, **self._computed(patches, grids)}
-        for name, value in tensors.items():
+        for name, value in {PATCHES: patches[0] if self.has_batch else patches, **computed}.items():
             if name in OF_SEGMENTS:
                 segments = Segments.of(value)
                 found[name] = torch.cat([value, value[-1:]]).long()  # with an empty one: graphs may fix a single one
@@ -161,7 +161,7 @@ class VisionEncoder:
         with torch.no_grad():
             expected = encoder(**{self.names[0]: patches, GRIDS: first[GRIDS]})
             results = [pytree.tree_leaves(result) for result in (expected, step(first))]
-        if not all(map(_are_close, *results)):
+        if len(results[0]) != len(results[1]) or not all(map(_are_close, *results)):
             problem = "it has other results with positions and segments of patches as arguments"
             name = type(encoder).__name__
             remedy = f"leave the part in float: quantize(..., skip=[{f'type:{name}'!r}])"
