@@ -18,7 +18,7 @@ from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.runtime.saved.json_codec import ParameterTable
 from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
 from intaglio.tracing import Captured, capture, run
-from intaglio.tracing.trace import WITHOUT_CACHE
+from intaglio.tracing.changed_arguments import WITHOUT_CACHE
 from support import torchvision_stub as beside
 from support import transformers_library
 from support.lowering import lowered

@@ -18,7 +18,7 @@ from intaglio.quant.calibrate.batches import Call, Use
 from intaglio.signature import clone_tensors
 from intaglio.torch_private import pytree
 from intaglio.tracing import Captured, capture
-from intaglio.tracing.capture_check import check_calls
+from intaglio.tracing.capture_check import check_calls, has_fixed_sizes
 from intaglio.tracing.copies.copy_model import copy_model
 
 
@@ -97,7 +97,7 @@ def _capture_part(part: nn.Module, log: RecordedCalls) -> Captured:
         except CaptureError as found:
             error = error or found
             continue
-        if not captured.notes or not axes:
+        if not axes or not has_fixed_sizes(captured):
             return _without_limit(captured, part, (args, kwargs), larger, axes) if images else captured
     if error is None:
         return capture(part, args, example_kwargs=kwargs)

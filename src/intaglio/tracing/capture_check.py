@@ -20,6 +20,7 @@ from intaglio.native.native_library import builds_in_background
 from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
+from intaglio.tracing.changed_arguments import LEFT_OUT, WITHOUT_CACHE
 from intaglio.tracing.copies.copy_model import copy_model
 from intaglio.tracing.result_order import leaf_order
 
@@ -37,12 +38,19 @@ FLOAT32_TOLERANCE, HALF_TOLERANCE = (1e-3, 1e-4), (0.05, 0.05)
 NO_TOLERANCE_LIMIT = (0.0, math.inf)
 """Tolerance for models that draw random numbers, which differ between graph and model."""
 TOKEN_DTYPES = (DType.I64, DType.I32, DType.BOOL)
+OF_ANY_SIZES = {LEFT_OUT, UPCAST_NOTE, WITHOUT_CACHE}
+"""Notes of a graph that are not about its sizes. Others say that a size is fixed."""
 
 
 def free_symbols(captured: Captured) -> set[str]:
     """Return the names of the dynamic dimensions."""
     dims = [dim for entry in captured.signature.inputs for dim in entry.type.shape]
     return set().union(*[symbols_of(dim) for dim in dims]) if dims else set()
+
+
+def has_fixed_sizes(captured: Captured) -> bool:
+    """Return whether a note says that a size of the graph is that of the example, because it could not be free."""
+    return not {*captured.notes} <= OF_ANY_SIZES
 
 
 def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:

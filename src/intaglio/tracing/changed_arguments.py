@@ -10,6 +10,7 @@ import torch
 from intaglio.errors import CaptureError
 
 LEFT_OUT = "the model removes or replaces entries of a list or dictionary among its arguments; the graph does not"
+WITHOUT_CACHE = "the key-value cache of decoders (use_cache) is neither filled nor returned"
 
 
 class ContainerContents:

@@ -30,7 +30,7 @@ from intaglio.tracing.capture_check import (
     threads_beside_compilers,
 )
 from intaglio.tracing.captured import Captured, ExampleError
-from intaglio.tracing.changed_arguments import LEFT_OUT, ContainerContents
+from intaglio.tracing.changed_arguments import LEFT_OUT, WITHOUT_CACHE, ContainerContents
 from intaglio.tracing.copies.copy_model import frozen_copy
 from intaglio.tracing.copies.shared_parameters import shareable_parameters, without_writes
 from intaglio.tracing.result_order import with_fields_ordered
@@ -94,9 +94,6 @@ def _trace_copy(
     if structure is not None:
         captured = with_fields_ordered(captured, structure)
     return replace(captured, model_info=captured.model_info.with_stage(notes)) if notes else captured
-
-
-WITHOUT_CACHE = "the key-value cache of decoders (use_cache) is neither filled nor returned"
 
 
 def _without_caches(model_copy: nn.Module) -> tuple[str, ...]:
