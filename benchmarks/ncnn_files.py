@@ -1,7 +1,8 @@
 """Files of ncnn in int8, written as its tools ncnn2table and ncnn2int8 do, which its Python package does not have.
 
-Weights have a scale per output channel, of 6 bits for 3x3 convolutions that ncnn computes by Winograd's algorithm, and
-activations one for the largest absolute value. A layer whose result only quantized layers read writes it in int8.
+Weights have a scale per output channel, or per group of a grouped convolution, of 6 bits for 3x3 convolutions that ncnn
+computes by Winograd's algorithm, and activations one for the largest absolute value. A layer whose result only
+quantized layers read writes it in int8.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Layer:
     def largest_weight(self) -> int:
         """Return the largest integer of its weights."""
         sizes = [self.number(one, 1) for one in ("1", "11", "3", "13", "2", "12")]
-        by_winograd = self.kind == "Convolution" and sizes[0] == 3 and sizes in ([3, 3, 1, 1, 1, 1], [3, 1, 1, 1, 1, 1])
+        by_winograd = self.kind == "Convolution" and sizes in ([3, 3, 1, 1, 1, 1], [3, 1, 1, 1, 1, 1])
         return 31 if by_winograd else 127
 
 
@@ -90,7 +91,8 @@ def write_int8(folder: Path, layers: list[Layer], head: list[str], ranges: Mappi
             continue
         outputs, count, bias = (layer.number(one) for one in (OUTPUTS, WEIGHTS, HAS_BIAS))
         start += 4  # the mark of float32
-        weights = np.frombuffer(stored, np.float32, count, start).reshape(outputs, -1)
+        rows = layer.number(GROUPS) if layer.kind == "ConvolutionDepthWise" else outputs
+        weights = np.frombuffer(stored, np.float32, count, start).reshape(rows, -1)
         start += 4 * count
         largest = np.abs(weights).max(1)
         scales = (layer.largest_weight() / np.where(largest > 0, largest, 1)).astype(np.float32)
