@@ -1,8 +1,8 @@
-"""Files of ncnn in int8, written as its tools ncnn2table and ncnn2int8 do, which its Python package does not have.
+"""Files of ncnn in int8, in the format of its tools ncnn2table and ncnn2int8, which its Python package does not have.
 
-Weights have a scale per output channel, or per group of a grouped convolution, of 6 bits for 3x3 convolutions that ncnn
-computes by Winograd's algorithm, and activations one for the largest absolute value. A layer whose result only
-quantized layers read writes it in int8.
+Weights have a scale per output channel, or per group of a grouped convolution. Those of 3x3 convolutions that ncnn
+computes by Winograd's algorithm have 6 bits. Activations have one scale, of the largest absolute value; the default of
+the tools is KL divergence. A layer writes its result in int8 if only quantized layers read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ OF_LINEAR = {HAS_BIAS: "1", WEIGHTS: "2"}
 QUANTIZED = {"Convolution": 2, "ConvolutionDepthWise": 1, "InnerProduct": 2}
 """Kinds of layers that have int8 weights, and the value of `SCALES` in them."""
 WITH_REQUANTIZED_RESULT = 100
-"""What is added to `SCALES` if a layer also has the scale of its result."""
+"""Number that is added to the setting `SCALES` of a layer that writes its result in int8. The scale of the result is
+stored behind those of the weights and of the input."""
 
 
 @dataclass
@@ -102,7 +103,7 @@ def write_int8(folder: Path, layers: list[Layer], head: list[str], ranges: Mappi
         start += 4 * outputs * bool(bias)
         written += scales.tobytes() + np.float32(127 / ranges[layer.inputs[0]]).tobytes()
         kind = QUANTIZED[layer.kind]
-        if (read := _int8_readers(layer, layers)) is not None:
+        if (read := value_read_in_int8(layer, layers)) is not None:
             written += np.float32(127 / ranges[read]).tobytes()
             kind += WITH_REQUANTIZED_RESULT
         layer.settings[SCALES] = str(kind)
@@ -112,8 +113,9 @@ def write_int8(folder: Path, layers: list[Layer], head: list[str], ranges: Mappi
     return folder / "int8.param", folder / "int8.bin"
 
 
-def _int8_readers(layer: Layer, layers: list[Layer]) -> str | None:
-    """Return the value that quantized convolutions read from a layer if they alone do, or ``None``."""
+def value_read_in_int8(layer: Layer, layers: list[Layer]) -> str | None:
+    """Return the name of the value in which quantized convolutions read the result of a layer, or ``None`` if other
+    layers read it too."""
     if layer.kind == "InnerProduct":
         return None
     readers = [one for one in layers if layer.results[0] in one.inputs]

@@ -422,6 +422,6 @@ def test_files_of_ncnn_have_int8_weights_and_scales(tmp_path):
     assert [*np.frombuffer(data, np.int8, 18, 32)] == [31] * 18, "6 bits for Winograd's algorithm"
 
     layers = [files.Layer.of(line) for line in (*lines[2:4], "Split s 1 2 1 x y", "Convolution b 1 1 x 3 0=1 1=3 6=18")]
-    assert files._int8_readers(layers[1], layers) == "x"
+    assert files.value_read_in_int8(layers[1], layers) == "x"
     layers.append(files.Layer.of("BinaryOp add 2 1 3 y 4"))
-    assert files._int8_readers(layers[1], layers) is None
+    assert files.value_read_in_int8(layers[1], layers) is None

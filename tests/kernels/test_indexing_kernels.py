@@ -11,6 +11,7 @@ from intaglio.ir import DType, Op, TensorType
 from intaglio.native.compile import build, load
 from intaglio.ops.direct.direct_operands import MAX_INDEXED_AXES
 from intaglio.ops.direct.indexing import INDEX
+from support.indexing_arguments import Axes, padded
 from support.matmul_library import EXPORT, RUNNABLE_ISAS
 
 SOURCE = f"""#include "sequences/indexing.h"
@@ -18,7 +19,6 @@ SOURCE = f"""#include "sequences/indexing.h"
     for (int thread = 0; thread < threads; ++thread) copy_indexed(p, indices, count, outside, thread, threads);
 }}
 """
-Axes = ctypes.c_int64 * MAX_INDEXED_AXES
 
 
 class Places(ctypes.Structure):
@@ -49,10 +49,6 @@ class Index(ctypes.Structure):
 @cache
 def library():
     return load(build(SOURCE, name="select", isa=RUNNABLE_ISAS[0]))
-
-
-def padded(numbers, missing):
-    return Axes(*[missing] * (MAX_INDEXED_AXES - len(numbers)), *numbers)
 
 
 def steps(array):

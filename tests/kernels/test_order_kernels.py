@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from intaglio.ir import DType, Op, TensorType
 from intaglio.native.compile import build, load
 from intaglio.ops.direct.along_axis import ARGSORT
-from intaglio.ops.direct.direct_operands import MAX_INDEXED_AXES
+from support.indexing_arguments import Axes, padded
 from support.matmul_library import CPP_ISA_PARAMS, EXPORT
 
 KEYS = {"float": np.float32, "int64_t": np.int64, "uint8_t": np.uint8}
@@ -24,7 +24,6 @@ SOURCE = '#include "sequences/indexing.h"\n' + "".join(
     for name in KEYS
 )
 ISAS = pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
-Axes = ctypes.c_int64 * MAX_INDEXED_AXES
 
 
 class Lines(ctypes.Structure):
@@ -43,10 +42,6 @@ class Lines(ctypes.Structure):
 @cache
 def library(isa):
     return load(build(SOURCE, name="order", isa=isa))
-
-
-def padded(numbers, missing):
-    return Axes(*[missing] * (MAX_INDEXED_AXES - len(numbers)), *numbers)
 
 
 FLOATS = st.one_of(st.sampled_from([0.0, -0.0, 1.0, np.nan, np.inf, -np.inf, 1e-45]), st.floats(width=32))

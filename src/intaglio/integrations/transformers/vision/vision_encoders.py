@@ -25,9 +25,11 @@ from intaglio.integrations.transformers.vision.attention_segments import Segment
 from intaglio.integrations.transformers.vision.forward_outline import outline_of, run_forward
 from intaglio.torch_private import pytree
 
-GRIDS, PATCHES = "grid_thw", "patches"
-"""Entry of a program, and argument of encoders, for the number of frames, rows and columns of patches of each image or
-video [images, 3]; entry of a program for the patches."""
+GRIDS = "grid_thw"
+"""Argument of encoders and programs for the number of frames, rows and columns of patches of each image or video
+[images, 3]."""
+PATCHES = "patches"
+"""Argument of programs for the patches. Encoders have different names for it."""
 BOUNDARIES, LONGEST = "get_vision_attention_seqlens", "get_max_seqlen"
 """Functions of the library for the boundaries between images, and for the length of the longest segment."""
 COMPUTED = {
@@ -104,7 +106,7 @@ class VisionEncoder:
         for name, value in {PATCHES: patches[0] if self.has_batch else patches, **computed}.items():
             if name in OF_SEGMENTS:
                 segments = Segments.of(value)
-                found[name] = torch.cat([value, value[-1:]]).long()  # with an empty one: graphs may fix a single one
+                found[name] = torch.cat([value, value[-1:]]).long()  # an empty segment: graphs take two and more
                 entries = segments._replace(places=segments.places.unflatten(0, (-1, unit)))._asdict()
                 found |= {f"{name}_{field}": entry for field, entry in entries.items()}
             elif value.shape[0] * (unit if name in OF_MERGED else 1) != count or count % unit:
@@ -140,7 +142,7 @@ class VisionEncoder:
         replaced = {function: kept(function, known[function]) for function in COMPUTED if function in known}
         try:
             run_forward(self.outline, replaced, {self.names[0]: patches, GRIDS: grids})
-        except Exception:  # code between submodules takes no `Unknown`
+        except Exception:  # code between submodules may not take an `Unknown`
             if errors:
                 problem = f"no positions of patches follow from it: {errors[0]}"
                 remedy = "pass integers of shape [images, 3], as the processor of the model makes them"
