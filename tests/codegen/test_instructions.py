@@ -59,8 +59,9 @@ def test_kernels_multiply_by_the_instruction_of_their_set(name, isa):
     if isa == "amx_int8":  # kernels jump to a function of their family
         parts = {function: match for function in counts if (match := PARTS.match(function))}
         assert parts
-        for function, match in parts.items():
-            assert counts[function]["tdpbusd"] == int(match[1]) * int(match[2]), function
+        for function, match in parts.items():  # a step that loads activations with each of two instructions
+            assert counts[function]["tdpbusd"] == 2 * int(match[1]) * int(match[2]), function
+            assert counts[function]["tileloaddt1"] == int(match[2]), function
         return
     instruction, uses = INSTRUCTIONS[isa]
     tiles = {function: match for function in counts if (match := TILE.match(function)) and "_sums" not in function}

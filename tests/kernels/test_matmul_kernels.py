@@ -245,6 +245,24 @@ def test_tiles_of_several_lines_match_the_reference(isa, result, width):
 
 
 @pytest.mark.parametrize(("isa", "result"), TESTED_RESULTS)
+@pytest.mark.parametrize("inputs", [512, 513, 700])
+def test_activations_that_exceed_the_first_cache_match_the_reference(isa, result, inputs):
+    """Kernels for AMX load them by another instruction if no tap reads them again."""
+    for blocks, max_tile_rows in ISAS[isa].max_tile_rows.items():
+        case = Case(
+            width=2 * max_tile_rows + 3,
+            per_group=inputs,
+            per_group_out=16 * blocks + 5,
+            zero_points=(7, 9, 5),
+            result=result,
+            blocks=blocks,
+            rows=max_tile_rows,
+        )
+        check(isa, case)
+        check(isa, replace(case, taps=(1, 2), width=max_tile_rows + 1))
+
+
+@pytest.mark.parametrize(("isa", "result"), TESTED_RESULTS)
 def test_results_may_end_at_the_end_of_a_memory_page(isa, result):
     """Every part of a block, after whole blocks and alone: a store that covers more than its channels would fault."""
     for blocks, max_tile_rows in ISAS[isa].max_tile_rows.items():

@@ -10,6 +10,7 @@ MEMORY = r"(?P<offset>\d*)\((?P<base>%\w+)(,(?P<stride>%\w+),1)?\)"
 FORMS = {
     "ldtilecfg": MEMORY,
     "tileloadd": rf"{MEMORY},%tmm(?P<tile>\d)",
+    "tileloaddt1": rf"{MEMORY},%tmm(?P<tile>\d)",
     "tilestored": rf"%tmm(?P<tile>\d),{MEMORY}",
     "tdpbusd": r"%tmm(?P<weights>\d),%tmm(?P<activations>\d),%tmm(?P<tile>\d)",
     "tilerelease": "",
@@ -40,6 +41,6 @@ def _call(name: str):
         moved = [f"{move},%{register}" for move, register in zip(moves, ARGUMENTS, strict=False)]
         saved = [f"push %{register}" for register in ARGUMENTS]
         restored = [f"pop %{register}" for register in reversed(ARGUMENTS)]
-        return "\n".join([*saved, *moved, f"call software_{name}", *restored])
+        return "\n".join([*saved, *moved, f"call software_{name.removesuffix('t1')}", *restored])
 
     return lines
