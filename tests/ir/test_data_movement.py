@@ -94,6 +94,12 @@ def slices(draw: st.DrawFn) -> tuple[Op, list[tuple[int, ...]]]:
 
 
 @st.composite
+def flips(draw: st.DrawFn) -> tuple[Op, list[tuple[int, ...]]]:
+    shape = draw(shapes())
+    return Op("flip", ("a",), ("y",), {"axis": draw(st.integers(0, len(shape) - 1))}), [shape]
+
+
+@st.composite
 def pads(draw: st.DrawFn, mode: str) -> tuple[Op, list[tuple[int, ...]]]:
     shape = draw(shapes())
     most = {"constant": [2] * len(shape), "reflect": [n - 1 for n in shape], "replicate": [3] * len(shape)}
@@ -151,6 +157,7 @@ def depths(draw: st.DrawFn) -> tuple[Op, list[tuple[int, ...]]]:
 
 MOVES = {
     "slice": slices(),
+    "flip": flips(),
     **{f"pad, {mode}": pads(mode) for mode in ("constant", "reflect", "replicate", "circular")},
     "permute": permutations(),
     "cat": concatenations(),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from intaglio.plan.graph_passes.earlier_quantizes import quantize_before_indexing
+from intaglio.plan.graph_passes.earlier_quantizes import quantize_before_movement
 from support.lowering import quantized
 from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
@@ -42,7 +42,7 @@ def indexed_types(lowered):
 
 def test_results_of_loops_are_selected_as_bytes(lowered):
     assert indexed_types(lowered) == ["u8", "u8", "f32"]
-    assert quantize_before_indexing(lowered.graph)[1] == 0
+    assert quantize_before_movement(lowered.graph)[1] == 0
 
 
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)

@@ -61,7 +61,7 @@ def pools(net: Net) -> tuple[str, ...]:
 
 
 def moves(net: Net) -> tuple[str, ...]:
-    """Slices, pads and reshapes, read with a halo and without; pointwise quantized values."""
+    """Slices, flips, pads and reshapes, read with a halo and without; pointwise quantized values."""
     x = net.quantize(net.input(N, 10, 7, 9), 77)
     rows = net.same("slice", x, axis=2, start=1, stop=7, step=3)
     columns = net.same("slice", x, axis=3, start=2, stop=9, step=2)
@@ -72,8 +72,9 @@ def moves(net: Net) -> tuple[str, ...]:
     tokens = net.same("reshape", x, shape=(N, 10, 63))
     two = net.add(x, net.table(x), low=9, high=240)
     clamped = net.same("clamp", x, low=60, high=200)
-    convolved = [net.conv(y, 8, 3, padding=1) for y in (rows, wide, image, two, clamped)]
-    return tuple(map(net.dequantize, (columns, channels, flat, tokens, *convolved)))
+    reversed_rows, reversed_channels = net.same("flip", x, axis=2), net.same("flip", x, axis=1)
+    convolved = [net.conv(y, 8, 3, padding=1) for y in (rows, wide, image, two, clamped, reversed_rows)]
+    return tuple(map(net.dequantize, (columns, channels, flat, tokens, reversed_channels, *convolved)))
 
 
 def tokens(net: Net) -> tuple[str, ...]:

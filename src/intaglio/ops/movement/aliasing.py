@@ -105,7 +105,17 @@ def _sliced(op: Op, axes: Axes, source: Shape, result: Shape) -> tuple[Dim, Axes
     return stride * begin, (*axes[:axis], taken, *axes[axis + 1 :])
 
 
+def _flipped(op: Op, axes: Axes, source: Shape, result: Shape) -> tuple[Dim, Axes] | None:
+    """Return offset and axes of a tensor with a reversed axis; ``None`` if that axis has several factors."""
+    axis = op.attrs["axis"]
+    if len(axes[axis]) != 1:
+        return None
+    size, stride = axes[axis][0]
+    return stride * (size - 1), (*axes[:axis], ((size, -1 * stride),), *axes[axis + 1 :])
+
+
 RESHAPED = Alias(_reshaped, _before_reshape)
 PERMUTED = Alias(_permuted, _before_permute)
 EXPANDED = Alias(_expanded)
 SLICED = Alias(_sliced)
+FLIPPED = Alias(_flipped)

@@ -132,7 +132,7 @@ def relayout_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
 
 
 def slice_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
-    """Return the copy of every ``step``-th element of an axis from ``start`` on; negative steps run backwards."""
+    """Return the copy of every ``step``-th element of an axis from ``start`` on."""
     ((shape, at),) = sources
     axis, step = op.attrs["axis"], op.attrs["step"]
     runs = list(map(Run, shape, at, to))
@@ -145,6 +145,15 @@ def slice_length(start: Dim, stop: Dim, step: int) -> Dim:
     if isinstance(start, int) and isinstance(stop, int):
         return len(range(start, stop, step))
     return (stop - start + (step - 1)) // step
+
+
+def flip_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """Return the copy of an axis from its last element to the first."""
+    ((shape, at),) = sources
+    axis = op.attrs["axis"]
+    runs = list(map(Run, shape, at, to))
+    runs[axis] = Run(shape[axis], -1 * at[axis], to[axis])
+    return [Box(tuple(runs), at[axis] * (shape[axis] - 1))]
 
 
 def permute_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:

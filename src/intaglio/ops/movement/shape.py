@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from intaglio.ir import Attrs, Dim, Graph, Op, Shape, TensorType, numel
-from intaglio.ops.movement.aliasing import EXPANDED, PERMUTED, RESHAPED, SLICED
+from intaglio.ops.movement.aliasing import EXPANDED, FLIPPED, PERMUTED, RESHAPED, SLICED
 from intaglio.ops.movement.data_movement import (
     MOVED,
     Copies,
     cat_copies,
     expand_copies,
+    flip_copies,
     pad_copies,
     pad_inside,
     permute_copies,
@@ -113,6 +114,11 @@ def slice_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTy
     index = [slice(None)] * args[0].ndim
     index[op.attrs["axis"]] = slice(op.attrs["start"], op.attrs["stop"], op.attrs["step"])
     return args[0][tuple(index)]
+
+
+def flip_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Reverse an axis."""
+    return np.ascontiguousarray(np.flip(args[0], op.attrs["axis"]))
 
 
 # -- pad --------------------------------------------------------------------------------------------------------------
@@ -324,6 +330,15 @@ SLICE = movement(
     changes_nothing=keeps_type,
     alias=SLICED,
 )
+FLIP = movement(
+    "flip",
+    flip_copies,
+    keeps_last_axis=lambda attrs, axes: attrs["axis"] != axes - 1,
+    infer=lambda attrs, shapes: shapes[0],
+    reference=flip_reference,
+    alias=FLIPPED,
+    batch_separable=False,
+)
 PAD = movement(
     "pad",
     pad_copies,
@@ -361,4 +376,4 @@ EXPAND = movement(
     alias=EXPANDED,
     batch_separable=False,
 )
-SHAPE_OPS = (CAT, RESHAPE, SLICE, PAD, PERMUTE, EXPAND)
+SHAPE_OPS = (CAT, RESHAPE, SLICE, FLIP, PAD, PERMUTE, EXPAND)

@@ -12,7 +12,8 @@ from intaglio.ops import op_def
 from intaglio.ops.direct.along_axis import ARGSORT
 from intaglio.ops.movement.pixel_shuffle import unfold_depth_shape
 from intaglio.ops.movement.shape import SLICE, pad_shape
-from intaglio.plan.graph_passes.earlier_quantizes import quantize_before_indexing
+from intaglio.plan.graph_passes.earlier_quantizes import quantize_before_movement
+from intaglio.plan.graph_passes.exchanged_halves import exchange_halves
 from intaglio.plan.graph_passes.loop_merging import merge_loops
 from intaglio.plan.graph_passes.lut_passes import approximate_functions, replace_loops_by_luts
 from intaglio.plan.graph_passes.shared_heads import share_heads
@@ -146,8 +147,9 @@ INTEGER_PASSES = (
     sort_first_places,
     share_heads,  # after identities, which may be between the steps of a repetition
     depth_as_channels,  # before layouts: images have two axes after it
-    quantize_before_indexing,  # before merging, so that loops quantize their results
+    quantize_before_movement,  # before merging, so that loops quantize their results
     merge_loops,
+    exchange_halves,  # after merging, so that one loop reads the exchanged halves
     replace_loops_by_luts,  # after merging, which makes loops as long as possible
     approximate_functions,  # after lookup tables, whose entries come from the exact function
     separate_layouts,  # last: loops influence layouts
