@@ -16,6 +16,7 @@ enum { FLOATS = 4 };
 #endif
 typedef float Reals __attribute__((vector_size(4 * FLOATS)));
 typedef int32_t RealBits __attribute__((vector_size(4 * FLOATS)));
+typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
 
 // Broadcast x to all lanes.
 static inline Reals all_lanes(float x) { return x - (Reals){}; }
@@ -206,15 +207,37 @@ static inline Reals gelu_tanh(Reals x) {
     return at_least(x, -87.0f) * sigmoid(inner);
 }
 
+// Widen bytes to lanes, and narrow lanes to their low bytes. The compiler splits generic conversions into more
+// instructions.
+static inline RealBits widened(Bytes bytes) {
+#if defined(__AVX512F__)
+    return (RealBits)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif defined(__AVX2__)
+    return (RealBits)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+#else
+    return __builtin_convertvector(bytes, RealBits);
+#endif
+}
+static inline Bytes narrowed(RealBits lanes) {
+#if defined(__AVX512F__)
+    return (Bytes)_mm512_cvtepi32_epi8((__m512i)lanes);
+#elif defined(__AVX2__)
+    const __m256i low = _mm256_and_si256((__m256i)lanes, _mm256_set1_epi32(255));
+    const __m128i pairs = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    return (Bytes)_mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs));
+#else
+    return __builtin_convertvector(lanes, Bytes);
+#endif
+}
+
 // Narrow 16 quantized values from 32 bits to 8 bits each.
 static inline void narrow16(const RealBits* words, uint8_t* to) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)words[0], (__m256i)words[1]), 0xd8);
     _mm_storeu_si128((__m128i*)to, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 #else
-    typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
     for (int i = 0; i < 16 / FLOATS; ++i) {
-        const Bytes bytes = __builtin_convertvector(words[i], Bytes);
+        const Bytes bytes = narrowed(words[i]);
         memcpy(to + i * FLOATS, &bytes, sizeof bytes);
     }
 #endif

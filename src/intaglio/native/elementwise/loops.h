@@ -16,7 +16,6 @@ enum { STEP = 4 };                             // vectors computed side by side;
 enum { STREAMED = 1 << 24 };                   // a float32 result of this many bytes is written past the caches
 enum { PIECE = 1 << 14 };                      // elements in a thread's unit of work, in loops without a reduction
 
-typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
 typedef uint16_t Halves __attribute__((vector_size(2 * FLOATS)));
 
 // -- operands: `count` elements, every `stride`-th; lanes past them are read as 0 and not written ---------------------
@@ -73,29 +72,6 @@ static inline __attribute__((always_inline)) void stream_f32(float* to, int64_t 
 static inline void end_streams(void) {
 #if defined(__AVX2__)
     _mm_sfence();
-#endif
-}
-
-// Widen bytes to lanes, and narrow lanes to their low bytes. The compiler splits generic conversions into more
-// instructions.
-static inline RealBits widened(Bytes bytes) {
-#if defined(__AVX512F__)
-    return (RealBits)_mm512_cvtepu8_epi32((__m128i)bytes);
-#elif defined(__AVX2__)
-    return (RealBits)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
-#else
-    return __builtin_convertvector(bytes, RealBits);
-#endif
-}
-static inline Bytes narrowed(RealBits lanes) {
-#if defined(__AVX512F__)
-    return (Bytes)_mm512_cvtepi32_epi8((__m512i)lanes);
-#elif defined(__AVX2__)
-    const __m256i low = _mm256_and_si256((__m256i)lanes, _mm256_set1_epi32(255));
-    const __m128i pairs = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-    return (Bytes)_mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs));
-#else
-    return __builtin_convertvector(lanes, Bytes);
 #endif
 }
 

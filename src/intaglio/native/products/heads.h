@@ -4,7 +4,7 @@
 #include "products/epilogue.h"
 
 enum {
-    QUERY_BLOCK = 24,     // rows of a block at most, as in ops/products/scratch_memory.py
+    QUERY_BLOCK = 32,     // rows of a block at most, as in ops/products/scratch_memory.py
     PANEL = 64,           // columns of a packed panel, at most
     MAX_HEAD_WIDTH = 256  // values of a head at most, as in ops/products/attention.py
 };
@@ -15,6 +15,9 @@ struct FloatKernels {
     const TileKernel* const* table;
     int64_t blocks, rows;
 };
+
+// Return the most rows of a block: one tile of kernels for AMX, some tiles of others.
+static inline int64_t rows_of_block(const struct FloatKernels* k) { return k->rows < QUERY_BLOCK ? 24 : QUERY_BLOCK; }
 
 // A quantized tensor [batch, head, row, value] whose values are contiguous. The strides are in bytes.
 struct Heads {

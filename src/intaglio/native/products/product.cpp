@@ -40,7 +40,8 @@ static __attribute__((noinline)) void multiply_rows(const struct Product* p, con
 LIBRARY void product(const struct Product* p, int thread, int threads) {
     if (threads > p->sharers) threads = (int)p->sharers;
     if (thread >= threads) return;
-    const int64_t blocks = (p->rows + QUERY_BLOCK - 1) / QUERY_BLOCK, total = p->batch * p->heads * blocks;
+    const int64_t most = rows_of_block(&p->kernels), blocks = (p->rows + most - 1) / most,
+                  total = p->batch * p->heads * blocks;
     int8_t* packed = (int8_t*)(p->scratch + thread * p->scratch_bytes);
     int32_t* terms = (int32_t*)(packed + (p->columns + PANEL - 1) / PANEL * PANEL * ((p->depth + 3) / 4 * 4));
     const uint8_t* of = 0;

@@ -4,28 +4,40 @@
 
 #include "products/operand.h"
 
+enum {
+#if defined(__AMX_INT8__)
+    // Keys that a tile register holds. A product over a number of keys without a large divisor would take many steps.
+    // Probabilities of further keys are 0, whatever is read behind the values.
+    KEYS_OF_STEP = PANEL,
+    TILED_ROWS = 5  // fewer rows are multiplied without tile registers
+#else
+    KEYS_OF_STEP = 4,
+    TILED_ROWS = 1
+#endif
+};
+
 // Scratch memory of one thread. All parts are whole cache lines.
 struct AttentionScratch {
     struct Operand k, v;
     int8_t *packed_k, *packed_v;
-    int32_t* terms;               // zero-point term of each key
-    float *mask, *scores, *sums;  // [keys]; [QUERY_BLOCK][keys]; [QUERY_BLOCK][values of a head]
-    uint8_t* probabilities;       // [QUERY_BLOCK][keys]: quantized probabilities
-    int64_t row, sums_row;        // number of keys, and of values, padded
-    const uint8_t* masked;        // the row that `mask` was computed from
-    int64_t masked_keys;          // its keys in `mask`
+    int32_t* terms;                    // zero-point term of each key
+    float *mask, *scores, *sums;       // [keys]; [QUERY_BLOCK][keys]; [QUERY_BLOCK][values of a head]
+    uint8_t* probabilities;            // [QUERY_BLOCK][keys]: quantized probabilities
+    int64_t row, sums_row, score_row;  // number of keys, of values, and of keys with a line more, padded
+    const uint8_t* masked;             // the row that `mask` was computed from
+    int64_t masked_keys;               // its keys in `mask`
 };
 
 // Divide the scratch memory of a thread, in the order of attention_scratch in ops/products/attention.py.
 static inline struct AttentionScratch attention_scratch(const struct Attention* a, int thread) {
     struct AttentionScratch s = {};
-    s.row = (a->keys + PANEL - 1) / PANEL * PANEL, s.sums_row = (a->width + 15) / 16 * 16;
+    s.row = (a->keys + PANEL - 1) / PANEL * PANEL, s.sums_row = (a->width + 15) / 16 * 16, s.score_row = s.row + 16;
     uint8_t* at = a->scratch + thread * a->scratch_bytes;
     s.packed_k = (int8_t*)at, at += s.row * ((a->depth + 3) / 4 * 4);
     s.packed_v = (int8_t*)at, at += s.row * s.sums_row;
     s.terms = (int32_t*)at, at += 4 * s.row;
     s.mask = (float*)at, at += 4 * s.row;
-    s.scores = (float*)at, at += 4 * s.row * QUERY_BLOCK;
+    s.scores = (float*)at, at += 4 * s.score_row * QUERY_BLOCK;
     s.probabilities = at, at += s.row * QUERY_BLOCK;
     s.sums = (float*)at;
     return s;
@@ -59,12 +71,20 @@ static inline float mask_power(float x) {
     return x == MINUS_INFINITY ? x : bounded;
 }
 
-// Return one row of the mask, for the first keys, as floats that are added to scores. The last row is kept for queries
-// that share it.
-static __attribute__((noinline)) const float* mask_row(const struct Attention* a, struct AttentionScratch* s,
-                                                       const uint8_t* from, int64_t keys) {
-    if (s->masked == from && s->masked_keys >= keys) return s->mask;
+// What a mask says about the scores of one query: floats that are added to them, or bytes that are 0 for the keys that
+// are left out, or nothing.
+struct MaskRow {
+    const float* added;
+    const uint8_t* allowed;
+};
+
+// Return one row of the mask, for the first keys. Floats are kept for queries that share the row.
+static __attribute__((noinline)) struct MaskRow mask_row(const struct Attention* a, struct AttentionScratch* s,
+                                                         const uint8_t* from, int64_t keys) {
     const int64_t stride = a->mask_stride[3];
+    if (a->mask_bytes == 1 && stride == 1) return (struct MaskRow){0, from};
+    const struct MaskRow row = {s->mask, 0};
+    if (s->masked == from && s->masked_keys >= keys) return row;
     s->masked = from, s->masked_keys = keys;
     if (a->mask_bytes == 1) {
         for (int64_t j = 0; j < keys; ++j) s->mask[j] = from[j * stride] ? 0.0f : MINUS_INFINITY;
@@ -78,25 +98,42 @@ static __attribute__((noinline)) const float* mask_row(const struct Attention* a
             s->mask[j] = mask_power(x);
         }
     }
-    return s->mask;
+    return row;
+}
+
+// Return 0 for each key that a mask allows, else -inf.
+static inline Reals exponents_of(const uint8_t* allowed) {
+    Bytes bytes;
+    memcpy(&bytes, allowed, sizeof bytes);
+    return widened(bytes) != 0 ? all_lanes(0.0f) : all_lanes(MINUS_INFINITY);
+}
+
+// Add an exponent to some scores, and return the larger of them and of those before.
+static inline Reals largest_sum(float* x, Reals exponents, Reals most) {
+    const Reals sum = load_reals(x) + exponents;
+    store_reals(x, sum);
+    return sum > most ? sum : most;
 }
 
 // Add the mask to a row of scores and return the largest. Scores past the last key become -inf, up to a multiple of 16.
-static inline float largest_score(float* x, const float* mask, int64_t keys) {
-    const int64_t padded = (keys + 15) / 16 * 16;
+static inline float largest_score(float* x, struct MaskRow mask, int64_t keys) {
+    const int64_t padded = (keys + 15) / 16 * 16, whole = keys / 16 * 16;
     for (int64_t j = keys; j < padded; ++j) x[j] = MINUS_INFINITY;
     Reals most = all_lanes(MINUS_INFINITY);
-    if (mask)
-        for (int64_t j = 0; j < padded; j += FLOATS) {
-            const Reals sum = load_reals(x + j) + load_reals(mask + j);
-            store_reals(x + j, sum);
-            most = sum > most ? sum : most;
-        }
-    else
+    if (mask.allowed) {
+        uint8_t last[16] = {};  // nothing is read behind the mask
+        memcpy(last, mask.allowed + whole, (size_t)(keys - whole));
+        for (int64_t j = 0; j < whole; j += FLOATS) most = largest_sum(x + j, exponents_of(mask.allowed + j), most);
+        for (int64_t j = whole; j < padded; j += FLOATS)
+            most = largest_sum(x + j, exponents_of(last + j - whole), most);
+    } else if (mask.added) {
+        for (int64_t j = 0; j < padded; j += FLOATS) most = largest_sum(x + j, load_reals(mask.added + j), most);
+    } else {
         for (int64_t j = 0; j < padded; j += FLOATS) {
             const Reals score = load_reals(x + j);
             most = score > most ? score : most;
         }
+    }
     return largest(most);
 }
 
@@ -220,21 +257,22 @@ static inline int64_t allowed_keys(const struct Attention* a, const struct Query
 static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s,
                                              const struct QueryRows* r) {
     const int64_t rows = r->rows, keys = allowed_keys(a, r, own_keys(a, r->first + (rows - 1) * r->each));
-    const int64_t steps = (keys + 3) / 4;
+    const int64_t step = rows < TILED_ROWS ? 4 : KEYS_OF_STEP, steps = (keys + step - 1) / step * (step / 4);
     float factor[PANEL], tops[QUERY_BLOCK], shares[QUERY_BLOCK];
     for (int i = 0; i < PANEL; ++i) factor[i] = a->factor;
     struct Tile t = {};
     t.a = r->q, t.a_pixel = r->q_step;
     t.b = s->packed_k, t.tap_rows = t.taps = 1, t.run = (a->depth + 3) / 4;
-    t.bias = s->terms, t.factor = factor, t.out = (uint8_t*)s->scores, t.out_pixel = 4 * s->row;
+    t.bias = s->terms, t.factor = factor, t.out = (uint8_t*)s->scores, t.out_pixel = 4 * s->score_row;
     multiply(&a->kernels, &t, &s->k, keys, rows, 0);
-    for (int64_t i = 0; i < rows; ++i)
-        tops[i] = largest_score(s->scores + i * s->row, r->mask ? mask_row(a, s, r->mask + i * r->mask_step, keys) : 0,
-                                least(own_keys(a, r->first + i * r->each), keys));
+    for (int64_t i = 0; i < rows; ++i) {
+        const struct MaskRow mask = r->mask ? mask_row(a, s, r->mask + i * r->mask_step, keys) : (struct MaskRow){};
+        tops[i] = largest_score(s->scores + i * s->score_row, mask, least(own_keys(a, r->first + i * r->each), keys));
+    }
     for (int64_t i = 0; i < rows; ++i) {
         const int64_t own = least(own_keys(a, r->first + i * r->each), keys), end = (own + 15) / 16 * 16;
         uint8_t* probabilities = s->probabilities + i * s->row;
-        const int32_t sum = quantize_probabilities(s->scores + i * s->row, tops[i], own, probabilities);
+        const int32_t sum = quantize_probabilities(s->scores + i * s->score_row, tops[i], own, probabilities);
         if (end < 4 * steps) memset(probabilities + end, 0, (size_t)(4 * steps - end));
         shares[i] = sum ? a->ratio / (float)sum : 0.0f;
     }
@@ -257,7 +295,8 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
 LIBRARY void attention(const struct Attention* a, int thread, int threads) {
     if (threads > a->sharers) threads = (int)a->sharers;
     if (thread >= threads) return;
-    const int64_t blocks = (a->queries + QUERY_BLOCK - 1) / QUERY_BLOCK, total = a->batch * a->heads * blocks;
+    const int64_t most = rows_of_block(&a->kernels), blocks = (a->queries + most - 1) / most,
+                  total = a->batch * a->heads * blocks;
     const int64_t end = shard_begin(total, thread + 1, threads);
     struct AttentionScratch s = attention_scratch(a, thread);
     int64_t packed = -1, count = 1;
@@ -269,7 +308,7 @@ LIBRARY void attention(const struct Attention* a, int thread, int threads) {
         struct QueryRows rows;
         if (a->queries == 1) {
             const int64_t sharing = a->shared - head % a->shared, left = sharing < end - unit ? sharing : end - unit;
-            count = left < QUERY_BLOCK ? left : QUERY_BLOCK;
+            count = left < most ? left : most;
             rows = rows_of_heads(a, image, head, count);
         } else {
             rows = rows_of_head(a, image, head, a->queries * block / blocks, a->queries * (block + 1) / blocks);

@@ -151,8 +151,9 @@ def attention_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
     """
     _, k, v = (types[name].shape for name in op.inputs[:3])
     depth, width, keys = 4 * ceil_div(k[-1], 4), 16 * ceil_div(v[-1], 16), ceil_div(v[-2], CACHE_LINE)
-    # Per 64 keys: packed K and V, sums of K and the mask in 32 bits, scores as float and as quantized values.
-    return keys * (depth + width + 2 * 4 + QUERY_BLOCK * (4 + 1)) + QUERY_BLOCK * width // 16
+    # Per 64 keys: packed K and V, sums of K and the mask in 32 bits, scores as float and as quantized values. Rows of
+    # float scores have a line more, so that they do not begin in the same set of a cache.
+    return keys * (depth + width + 2 * 4 + QUERY_BLOCK * (4 + 1)) + QUERY_BLOCK * (width // 16 + 1)
 
 
 def bmm_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from intaglio.ir import Dim
 
-QUERY_BLOCK = 24
+QUERY_BLOCK = 32
 """Maximum number of query rows whose scores are in memory at a time."""
 MAX_SCRATCH_THREADS = 32
 """Maximum number of threads that have scratch memory; further threads stay idle."""
