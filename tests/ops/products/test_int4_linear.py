@@ -54,6 +54,21 @@ def test_any_number_of_rows_has_these_bits(isa):
                 assert_same_bits(model(*inputs), expected)
 
 
+def many_inputs(net: Net) -> tuple[str, ...]:
+    """A layer whose rows exceed the second-level cache: 1.4 MiB for 700 rows."""
+    return (net.linear(net.quantize(net.input(N, 2112)), 70, 32, f32=True),)
+
+
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+def test_rows_that_exceed_the_second_cache_have_these_bits(isa):
+    net, lowered = built(many_inputs)
+    model, inputs = compiled(many_inputs, isa), net.batch(700, seed=0)
+    expected = lowered(*inputs)
+    for count in (1, 3):
+        with threads(count):
+            assert_same_bits(model(*inputs), expected)
+
+
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_plans_name_the_layers_that_read_4_bits(isa):
     """Instruction sets without kernels for few rows read int8 weights, which are expanded when the program is built."""

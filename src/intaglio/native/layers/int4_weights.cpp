@@ -6,7 +6,12 @@
 
 enum {
     VECTOR_CHANNELS = WIDE / 4,  // output channels of a vector as wide as a register
-    EXPANDED_AHEAD = 2048        // bytes between the weights that are expanded and those that are prefetched
+    EXPANDED_AHEAD = 2048,       // bytes between the weights that are expanded and those that are prefetched
+#if defined(__AMX_INT8__)
+    CHUNK_BYTES = 1 << 20  // activations that stay in the second-level cache while all panels are multiplied by them
+#else
+    CHUNK_BYTES = 1 << 30
+#endif
 };
 typedef uint8_t Multiples __attribute__((vector_size(VECTOR_CHANNELS)));
 typedef uint32_t Spread __attribute__((vector_size(WIDE)));  // a multiple in each 32-bit lane
@@ -61,15 +66,19 @@ LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, in
     int8_t* const expanded = (int8_t*)(w->scratch + thread * w->scratch_bytes);
     one.tile.b = expanded, one.panel_bytes = 0;
     const int64_t tiles = (width + m->rows - 1) / m->rows, total = lines * tiles;
-    const int64_t last = first_unit(m, total, thread + 1, threads);
-    for (int64_t unit = first_unit(m, total, thread, threads); unit < last;) {
-        const int64_t panel = unit / total, first = unit % total,
-                      end = first + (last - unit) < total ? first + (last - unit) : total;
-        const int64_t channels =
-            __builtin_popcountll((unsigned long long)(panel == m->panels - 1 ? m->last_mask : m->mask));
-        expand_int4((const uint8_t*)m->tile.b + panel * m->panel_bytes, m->tile.run * 4 / INT4_CHANNELS,
-                    (channels + 15) / 16, expanded);
-        matmul_span(&one, panel, first, end, tiles, width);
-        unit += end - first;
+    const int64_t chunks = (total * m->rows * m->tile.a_pixel + CHUNK_BYTES - 1) / CHUNK_BYTES;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t begin = total * chunk / chunks, some = total * (chunk + 1) / chunks - begin;
+        const int64_t last = first_unit(m, some, thread + 1, threads);
+        for (int64_t unit = first_unit(m, some, thread, threads); unit < last;) {
+            const int64_t panel = unit / some, first = unit % some,
+                          end = first + (last - unit) < some ? first + (last - unit) : some;
+            const int64_t channels =
+                __builtin_popcountll((unsigned long long)(panel == m->panels - 1 ? m->last_mask : m->mask));
+            expand_int4((const uint8_t*)m->tile.b + panel * m->panel_bytes, m->tile.run * 4 / INT4_CHANNELS,
+                        (channels + 15) / 16, expanded);
+            matmul_span(&one, panel, begin + first, begin + end, tiles, width);
+            unit += end - first;
+        }
     }
 }
