@@ -124,7 +124,7 @@ def _function(spec: TileSpec) -> str:
     return f"{spec.family}_parts{_parts(spec)}"
 
 
-class _Results(VnniKernel):
+class _PrefetchedResults(VnniKernel):
     """Prints the results of some pixels, and prefetches the lines of the next tile: `_AmxFunction.ahead`."""
 
     def stores(self, row: list[str]) -> list[str]:
@@ -140,7 +140,7 @@ class _AmxFunction:
         self.blocks = spec.blocks
         self.parts = _parts(spec)
         groups = (EPILOGUE_ROWS[spec.blocks], SMALL_GROUP, 1)
-        self.several, self.few, self.one = (_Results(replace(spec, rows=rows)) for rows in groups)
+        self.several, self.few, self.one = (_PrefetchedResults(replace(spec, rows=rows)) for rows in groups)
         self.sums = [(part, block) for part in range(self.parts) for block in range(self.blocks)]
 
     def text(self) -> str:
