@@ -61,6 +61,15 @@ class _Rewriting:
     def __post_init__(self) -> None:
         self.types = dict(self.graph.types)
         self.makers, self.users = self.graph.makers(), self.graph.users()
+        self.taken = dict(self.types)  # new names are new in the bodies of loops too
+        for op in self.graph.ops:
+            self.taken |= body_of(op).types if op.is_loop else {}
+
+    def add(self, stem: str, kind: TensorType) -> str:
+        """Add a value of this type, and return its name."""
+        name = fresh(self.taken, stem)
+        self.taken[name] = self.types[name] = kind
+        return name
 
     def exchanged(self, cat: Op) -> str | None:
         """Return ``x`` of a concatenation of ``-x[..., half:]`` and ``x[..., :half]``, or ``None``.
@@ -122,8 +131,7 @@ class _Rewriting:
         halves = names.get(x) or self.halved(x, axes, size)
         if x not in names:
             before += self.reshaped(x, halves, loop)
-        turned = fresh(self.types, f"{x}_exchanged")
-        self.types[turned] = self.types[halves]
+        turned = self.add(f"{x}_exchanged", self.types[halves])
         before.append(Op("flip", (halves,), (turned,), {"axis": axes - 1}, origin=loop.origin))
         for name in loop.outputs:
             names[name] = self.halved(name, axes, size)
@@ -132,9 +140,7 @@ class _Rewriting:
 
     def halved(self, name: str, axes: int, size: Dim) -> str:
         """Return the name of a new value: another one with an axis for halves."""
-        found = fresh(self.types, f"{name}_halves")
-        self.types[found] = _with_halves(self.types[name], axes, size)
-        return found
+        return self.add(f"{name}_halves", _with_halves(self.types[name], axes, size))
 
     def reshaped(self, source: str, result: str, loop: Op) -> list[Op]:
         """Return the operators that give a value another shape; a constant needs none."""
@@ -146,23 +152,19 @@ class _Rewriting:
 
     def loop(self, loop: Op, cat: str, turned: str, names: Mapping[str, str]) -> Op:
         """Return the loop that reads ``turned`` times a sign instead of the concatenation."""
-        body = body_of(loop)
-        shape = self.types[turned].shape
-        sign = fresh(self.types, f"{turned}_sign")
-        self.constants[sign] = np.array([-1, 1], np.float32).reshape(*(1,) * (len(shape) - 2), 2, 1)
-        self.types[sign] = TensorType(self.constants[sign].shape, DType.F32)
-        product = fresh({**body.types, **self.types}, f"{turned}_signed")
+        body, shape = body_of(loop), self.types[turned].shape
+        signs = np.array([-1, 1], np.float32).reshape(*(1,) * (len(shape) - 2), 2, 1)
+        sign = self.add(f"{turned}_sign", TensorType(signs.shape, DType.F32))
+        self.constants[sign] = signs
+        product, real = (self.add(f"{turned}_{name}", TensorType(shape, DType.F32)) for name in ("signed", "f32"))
         names = {**names, cat: product}
         types = {
             names.get(name, name): _with_halves(kind, len(shape) - 1, shape[-1] * 2)
             for name, kind in body.types.items()
         }
-        types |= {turned: self.types[turned], sign: self.types[sign], product: TensorType(shape, DType.F32)}
-        steps, real = list[Op](), turned
-        if self.types[turned].dtype is DType.U8:
-            real = fresh({**types, **self.types}, f"{turned}_f32")
-            types[real] = types[product]
-            steps.append(Op("dequantize", (turned,), (real,)))
+        types |= {name: self.types[name] for name in (turned, sign, product, real)}
+        steps = [Op("dequantize", (turned,), (real,))] if self.types[turned].dtype is DType.U8 else []
+        real = real if steps else turned
         steps.append(Op("mul", (real, sign), (product,)))
         steps += [
             Op(s.kind, tuple(names.get(n, n) for n in s.inputs), tuple(names.get(n, n) for n in s.outputs), s.attrs)
