@@ -2,18 +2,18 @@
 
 #include "layers/int4_weights.h"
 
+#include "base/functions.h"
 #include "base/vectors.h"
 
 enum {
-    VECTOR_CHANNELS = WIDE / 4,  // output channels of a vector as wide as a register
-    EXPANDED_AHEAD = 2048,       // bytes between the weights that are expanded and those that are prefetched
+    EXPANDED_AHEAD = 2048,  // bytes between the weights that are expanded and those that are prefetched
 #if defined(__AMX_INT8__)
     CHUNK_BYTES = 1 << 20  // activations that stay in the second-level cache while all panels are multiplied by them
 #else
     CHUNK_BYTES = 1 << 30
 #endif
 };
-typedef uint8_t Multiples __attribute__((vector_size(VECTOR_CHANNELS)));
+static_assert(FLOATS == WIDE / 4, "a vector has 4 input channels of each output channel");
 typedef uint32_t Spread __attribute__((vector_size(WIDE)));  // a multiple in each 32-bit lane
 typedef uint16_t BytePairs __attribute__((vector_size(WIDE)));
 typedef uint8_t AllBytes __attribute__((vector_size(WIDE)));
@@ -39,12 +39,12 @@ static void expand_int4(const uint8_t* from, int64_t lines, int64_t blocks, int8
     for (int64_t line = 0; line < lines; ++line, from += 2 * group_bytes, to += 4 * group_bytes) {
         const uint8_t* multiples = from;
         from += INT4_MULTIPLES * blocks;
-        for (int64_t channel = 0; channel < 16 * blocks; channel += VECTOR_CHANNELS) {
+        for (int64_t channel = 0; channel < 16 * blocks; channel += FLOATS) {
             const uint8_t* first = from + 4 * channel;
             int8_t* const result = to + 4 * channel;
-            Multiples bytes;
-            memcpy(&bytes, multiples + channel, VECTOR_CHANNELS);
-            const Spread both = __builtin_convertvector(bytes, Spread);
+            Bytes bytes;
+            memcpy(&bytes, multiples + channel, FLOATS);
+            const Spread both = (Spread)widened(bytes);
             expand_group(first, both & 15, step_bytes, result);
             expand_group(first + group_bytes, both >> 4, step_bytes, result + 2 * group_bytes);
         }
