@@ -123,6 +123,7 @@ WITHOUT_GENERATOR: dict[str, str] = {
         ("quantize_rows", "dequantize_rows", "linear_f32", "grouped_linear_f32", "linear_groups_f32"),
         "exists in the integer graph only, for recipes of dynamic or weight-only quantization",
     ),
+    "flip": "exists in the integer graph only, for the halves of rotary position embedding",
     "pixels": "exists in the integer graph only, for inputs that are declared as images",
     "arange": "exists in the integer graph only, for ranges of free sizes",
     "grouped_mm": "an operator of mixtures of experts without a kernel in PyTorch for float32 on every processor",
