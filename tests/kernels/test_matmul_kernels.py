@@ -306,7 +306,7 @@ ASSEMBLER = {
     "avx2": "avx2+popcnt",
     "avxvnni": "avx2+popcnt+avx_vnni",
     "avx512vnni": AVX512,
-    "amx_int8": f"{AVX512}+amx_int8+prfchw",  # processors with AMX have had PREFETCHW for years
+    "amx_int8": f"{AVX512}+amx_int8+prfchw",  # every processor with AMX has PREFETCHW
 }
 """Extensions that g++ enables in the assembler for each set. Every set has those of the sets before it, but not
 AVX-VNNI, which some processors with AVX512-VNNI lack."""

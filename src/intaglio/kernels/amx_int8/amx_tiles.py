@@ -128,8 +128,9 @@ class _PrefetchedResults(VnniKernel):
     """Prints the results of some pixels, and prefetches the lines of the next tile: `_AmxFunction.ahead`."""
 
     def stores(self, row: list[str]) -> list[str]:
-        lines = [f"prefetchw {64 * j}(%rdx,%rax)" for j in range(len(row)) if self.spec.result == "rows"]
-        return [*lines, *super().stores(row)]
+        if self.spec.result != "rows":
+            return super().stores(row)
+        return [*(f"prefetchw {64 * j}(%rdx,%rax)" for j in range(len(row))), *super().stores(row)]
 
 
 class _AmxFunction:

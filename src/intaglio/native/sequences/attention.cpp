@@ -9,7 +9,7 @@ enum {
     // Keys that a tile register holds. A product over a number of keys without a large divisor would take many steps.
     // Probabilities of further keys are 0, whatever is read behind the values.
     KEYS_OF_STEP = PANEL,
-    TILED_ROWS = 5  // fewer rows are multiplied without tile registers
+    TILED_ROWS = 5  // fewer rows are multiplied without tile registers, 4 of them up to 256 keys
 #else
     KEYS_OF_STEP = 4,
     TILED_ROWS = 1
