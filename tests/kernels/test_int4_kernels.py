@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intaglio.kernels import ISAS
+from intaglio.kernels import ISAS, TileSpec
 from intaglio.kernels.tile_spec import PACKED_RESULTS
 from support.matmul_cases import Case, case_data, run
 from support.matmul_library import RUNNABLE_ISAS, SOFTWARE_ISAS, int4_specs
@@ -75,3 +75,12 @@ def test_sums_of_a_group_at_their_extremes_do_not_saturate(isa, sign):
         expected = sums.astype(np.float32) * drawn.factor
         found = run(isa, case, ends).values
         assert np.array_equal(found, np.broadcast_to(expected[None, :, None, None], found.shape))
+
+
+@pytest.mark.parametrize("int4", [False, True])
+def test_weights_that_are_read_once_pass_the_second_level_cache_with_amx(int4):
+    spec = TileSpec(1, 2, "rows", int4=int4)
+    texts = {isa: ISAS[isa].kernel_text(spec) for isa in ("amx_int8", "avx512vnni")}
+    assert "prefetcht1" in texts["amx_int8"]
+    assert "prefetchnta" not in texts["amx_int8"]
+    assert "prefetchnta" in texts["avx512vnni"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 RESULTS = ("u8", "add", "f32", "rows")
 """Epilogues: requantize; add a residual operand and requantize; dequantize to float, with scales of channels or with
@@ -68,16 +69,35 @@ multiples of a line for each block. Constants with these names in native/layers/
 
 STREAMED_ROWS = 3
 """Rows up to which a kernel takes the time of reading its weights, all of which it then prefetches."""
-STREAM_AHEAD, INT4_AHEAD = 3072, 10240
-"""Bytes between the weights that are multiplied and those that are prefetched, for 8-bit weights with few rows and for
-4-bit weights: one line for each that is read.
 
-Weights that are read once are prefetched into the first-level cache only (``prefetchnta``), so that they do not evict
-what the rest of a call reads again: activations, the cache of a decoder and the Python interpreter. Steps of a decoder
-of 0.5 billion weights take 0.90 to 0.93 of the time of prefetches into the second-level cache 1536 and 6144 bytes ahead
-(Zen 5, one and two threads, 8 and 4 bits), and Python between them half of it. Lines must arrive before they are read:
-on one thread, 6144 bytes with 4 bits and 1536 with 8 gain nothing. A Xeon reads 8-bit weights as fast from 3072 bytes
-ahead as from 1536, 88 to 98 % of what a loop without products does (17.1 to 20.4 GB/s on one thread).
+
+class Streaming(NamedTuple):
+    """Prefetching of weights by kernels with few rows: one line for each that they read.
+
+    Attributes:
+        prefetch: The instruction.
+        ahead: Bytes between the weights that are multiplied and those that are prefetched.
+        int4_ahead: The same of 4-bit weights.
+    """
+
+    prefetch: str
+    ahead: int
+    int4_ahead: int
+
+
+ONE_LEVEL = Streaming("prefetchnta", 3072, 10240)
+"""Prefetching into the first-level cache only, so that weights do not evict what the rest of a call reads again:
+activations, the cache of a decoder and the Python interpreter. Steps of a decoder of 0.5 billion weights take 0.90 to
+0.93 of the time of prefetches into the second-level cache 1536 and 6144 bytes ahead (Zen 5, one and two threads, 8 and
+4 bits), and Python between them half of it. Lines must arrive before they are read: on one thread, 6144 bytes with 4
+bits and 1536 with 8 gain nothing.
+"""
+
+TWO_LEVELS = Streaming("prefetcht1", 6144, 10240)
+"""Prefetching into the second-level cache, for processors with AMX. Their cores share a first-level cache with another
+thread, often that of another guest, which evicts lines before they are read; then memory must deliver them again. On
+two threads a loop reads 8-bit weights at 21 to 28 GB/s and 4-bit weights at 21 to 22, with `ONE_LEVEL` at 10 to 15 and
+at 13, and a loop without products and prefetching at 19 to 25.
 """
 
 SETUP_FIELDS = {name: 8 * index for index, name in enumerate(("blocks", "rows", "first", "run", "steps", "step_run"))}

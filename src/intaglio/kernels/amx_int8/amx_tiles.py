@@ -29,7 +29,7 @@ from intaglio.kernels.avx512vnni import vnni_depthwise, vnni_tiles
 from intaglio.kernels.avx512vnni.vnni_int4 import INT4_TILE_ROWS
 from intaglio.kernels.avx512vnni.vnni_tiles import TILE_CONSTANTS, VNNI_REGISTERS, VnniKernel
 from intaglio.kernels.instruction_set import Isa, KernelFamily
-from intaglio.kernels.tile_spec import SETUP_FIELDS, STREAMED_ROWS, TileSpec
+from intaglio.kernels.tile_spec import SETUP_FIELDS, STREAMED_ROWS, TWO_LEVELS, TileSpec
 
 REGISTER_ROWS = 16
 """Pixels, or steps of 4 input channels, that a tile register holds."""
@@ -96,7 +96,7 @@ def emit(spec: TileSpec) -> str:
     pixels and channels.
     """
     if spec.int4 or spec.rows <= STREAMED_ROWS:
-        return vnni_tiles.emit(spec)
+        return vnni_tiles.emit(spec, streaming=TWO_LEVELS)
     jump, other = [f"mov ${spec.rows},%esi", f"jmp {_function(spec)}"], ""
     if spec.rows <= FEW_ROWS:
         name = f"few_{spec.name}"

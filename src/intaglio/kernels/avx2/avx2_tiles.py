@@ -32,7 +32,7 @@ from intaglio.kernels.avx2.ymm_epilogue import (
 )
 from intaglio.kernels.avx2.ymm_int4 import YMM_INT4_REGISTERS, YMM_INT4_TILE_ROWS
 from intaglio.kernels.instruction_set import Isa, KernelFamily
-from intaglio.kernels.tile_spec import STREAM_AHEAD, STREAMED_ROWS, TileSpec
+from intaglio.kernels.tile_spec import ONE_LEVEL, STREAMED_ROWS, TileSpec
 
 AVX2_MAX_TILE_ROWS = {1: 6}
 AVX2_REGISTERS = """
@@ -58,7 +58,7 @@ def emit(spec: TileSpec) -> str:
         return tile_function(
             spec, [*load_biases(pixels), *_sums(pixels, [*pointers.values()]), *epilogue(spec, pixels)]
         )
-    prefetches = [f"prefetchnta {STREAM_AHEAD}(%rsi)"] * (spec.rows <= STREAMED_ROWS)
+    prefetches = [f"{ONE_LEVEL.prefetch} {ONE_LEVEL.ahead}(%rsi)"] * (spec.rows <= STREAMED_ROWS)
     step = [*prefetches, *_products(pixels, 0, spec.widened), *_products(pixels, 1, spec.widened)]
     step += [*(f"add ${8 if spec.widened else 4},{pointer}" for pointer in pointers), "add $64,%rsi"]
     return tile_function(spec, [*load_biases(pixels), *tap_loops([*pointers.values()], step), *epilogue(spec, pixels)])

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from intaglio.kernels.assembly import field, tile_function
 from intaglio.kernels.avx2.ymm_epilogue import PIXEL_ADDRESSES, epilogue, load_biases
-from intaglio.kernels.tile_spec import INT4_AHEAD, INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, TileSpec
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, ONE_LEVEL, TileSpec
 
 YMM_INT4_TILE_ROWS = {1: 3}
 """Maximum number of tile rows for each number of blocks; registers limit them."""
@@ -65,7 +65,7 @@ class YmmInt4Kernel(ABC):
         lines += [f"mov {field('a_pixel')},%rbx", f"mov {field('run')},%rcx"]
         lines += [f"shr ${(INT4_CHANNELS // 4).bit_length() - 1},%rcx"]
         lines += [f"vpbroadcastd intaglio_int4+{4 * i}(%rip),{name}" for i, name in enumerate((LOW_HALVES, EIGHTS))]
-        lines += [".p2align 4", "3:", f"prefetchnta {INT4_AHEAD}(%rsi)"]
+        lines += [".p2align 4", "3:", f"{ONE_LEVEL.prefetch} {ONE_LEVEL.int4_ahead}(%rsi)"]
         for group in range(INT4_CHANNELS // INT4_GROUP):
             for half in range(2):
                 lines += self.group(group, half)
@@ -76,7 +76,7 @@ class YmmInt4Kernel(ABC):
         for step in range(4 * group, 4 * group + 4):
             offset = INT4_MULTIPLES + 64 * step
             if not half:
-                yield f"prefetchnta {INT4_AHEAD + offset}(%rsi)"
+                yield f"{ONE_LEVEL.prefetch} {ONE_LEVEL.int4_ahead + offset}(%rsi)"
             yield f"vmovdqu {offset + 32 * half}(%rsi),{HIGH}"
             yield f"vpand {HIGH},{LOW_HALVES},{LOW}"
             yield f"vpsrlw $4,{HIGH},{HIGH}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from intaglio.kernels.assembly import field
-from intaglio.kernels.tile_spec import INT4_AHEAD, INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, TileSpec
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, Streaming, TileSpec
 
 INT4_TILE_ROWS = {1: 6, 2: 6, 3: 4, 4: 3}
 """Maximum number of tile rows for each number of blocks; registers limit them."""
@@ -36,8 +36,8 @@ INT4_CONSTANTS = {
 class Int4Products:
     """Prints the products of one kernel, whose accumulators are the last registers."""
 
-    def __init__(self, spec: TileSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: TileSpec, streaming: Streaming) -> None:
+        self.spec, self.streaming = spec, streaming
         self.first = 32 - spec.rows * spec.blocks
         first_free = FIRST_MULTIPLE + 3 * spec.blocks
         self.low, self.high, *self.spare = (f"%zmm{register}" for register in range(first_free, self.first))
@@ -53,13 +53,17 @@ class Int4Products:
             for i, name in enumerate((LOW_HALVES, HIGH_HALVES, EIGHTS))
         ]
         lines += [f"vmovdqu64 intaglio_multiples(%rip),{SPREAD}", ".p2align 4", "3:"]
-        lines += [f"prefetchnta {INT4_AHEAD}(%rsi)"]
+        lines += [self.prefetch(0)]
         for half in range(INT4_CHANNELS // INT4_GROUP):
             lines += [line for block in range(self.spec.blocks) for line in self.multiples(block, half)]
             for step in range(4):
                 lines += [line for block in range(self.spec.blocks) for line in self.step(block, 4 * half + step)]
         moves = [f"add ${INT4_CHANNELS},%{pointer}" for pointer in ("rax", "r8")]
         return [*lines, *moves, f"add ${size},%rsi", "dec %rcx", "jnz 3b"]
+
+    def prefetch(self, offset: int) -> str:
+        """Return the line that prefetches the weights some lines behind those at an offset."""
+        return f"{self.streaming.prefetch} {self.streaming.int4_ahead + offset}(%rsi)"
 
     def registers_of(self, block: int) -> list[str]:
         """Return the registers with the multiples of a block, in 16-bit lanes."""
@@ -79,7 +83,7 @@ class Int4Products:
         once, shifted, eightfold = self.registers_of(block)
         offset = INT4_MULTIPLES * self.spec.blocks + 64 * (self.spec.blocks * step + block)
         at = f"{offset}(%rsi)"
-        yield f"prefetchnta {INT4_AHEAD + offset}(%rsi)"
+        yield self.prefetch(offset)
         yield f"vpandd {at},{LOW_HALVES},{self.low}"
         yield f"vpandd {at},{HIGH_HALVES},{self.high}"
         yield f"vpmullw {once},{self.low},{self.low}"

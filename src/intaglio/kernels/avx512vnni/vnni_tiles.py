@@ -28,7 +28,7 @@ from intaglio.kernels.assembly import (
 from intaglio.kernels.avx512vnni import vnni_depthwise
 from intaglio.kernels.avx512vnni.vnni_int4 import INT4_CONSTANTS, INT4_TILE_ROWS, Int4Products
 from intaglio.kernels.instruction_set import Isa, KernelFamily
-from intaglio.kernels.tile_spec import PACKED_RESULTS, STREAM_AHEAD, STREAMED_ROWS, TileSpec
+from intaglio.kernels.tile_spec import ONE_LEVEL, PACKED_RESULTS, STREAMED_ROWS, Streaming, TileSpec
 
 ROW_POINTERS = ("rax", "r8", "r9", "r10", "r11")
 """Pointers to activations, one for every three rows."""
@@ -57,9 +57,15 @@ controls of shuffles and the residual operand.
 """
 
 
-def emit(spec: TileSpec, name: str = "") -> str:
-    """Return the text of one kernel. ``name``: its symbol, if that is not the name of ``spec``."""
-    kernel = VnniKernel(spec)
+def emit(spec: TileSpec, name: str = "", streaming: Streaming = ONE_LEVEL) -> str:
+    """Return the text of one kernel.
+
+    Args:
+        spec: its parameters.
+        name: its symbol, if that is not the name of ``spec``.
+        streaming: how it prefetches weights that it reads once.
+    """
+    kernel = VnniKernel(spec, streaming)
     epilogue = [*kernel.operands(), "# epilogue: pixels, each a stage behind the one before", *kernel.results()]
     return tile_function(spec, [*kernel.biases(), *kernel.products(), *epilogue], name)
 
@@ -67,8 +73,8 @@ def emit(spec: TileSpec, name: str = "") -> str:
 class VnniKernel:
     """Prints the parts of one kernel."""
 
-    def __init__(self, spec: TileSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: TileSpec, streaming: Streaming = ONE_LEVEL) -> None:
+        self.spec, self.streaming = spec, streaming
         self.first = 32 - spec.rows * spec.blocks
         self.spare = min(self.first - spec.row_taps * spec.blocks, 4)
         self.addresses = NEIGHBOUR_ADDRESSES[: spec.rows + spec.row_taps - 1]
@@ -95,7 +101,7 @@ class VnniKernel:
     def products(self) -> list[str]:
         """Return the lines that accumulate all products and prefetch the next panel of weights."""
         if self.spec.int4:
-            return Int4Products(self.spec).lines()
+            return Int4Products(self.spec, self.streaming).lines()
         if self.spec.row_taps > 1:
             return self.row_products()
         start = self.first_pixels("rdx")
@@ -104,7 +110,8 @@ class VnniKernel:
         ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%rbp", f"addq $64,{field('ahead')}"]
         prefetches = ["prefetcht1 (%rsi,%rbp)"]
         if self.spec.rows <= STREAMED_ROWS:
-            ahead, prefetches = [], [f"prefetchnta {STREAM_AHEAD + 64 * j}(%rsi)" for j in range(self.spec.blocks)]
+            instruction, distance, _ = self.streaming
+            ahead, prefetches = [], [f"{instruction} {distance + 64 * j}(%rsi)" for j in range(self.spec.blocks)]
         return [*ahead, *tap_loops(start, [*self.step(), *prefetches, *moves])]
 
     def first_pixels(self, tap: str) -> list[str]:

@@ -30,7 +30,7 @@ from intaglio.kernels.avx2.ymm_epilogue import (
 from intaglio.kernels.avx2.ymm_int4 import YMM_INT4_CONSTANTS, YMM_INT4_REGISTERS, YMM_INT4_TILE_ROWS
 from intaglio.kernels.avxvnni.avxvnni_int4 import AvxVnniInt4Kernel
 from intaglio.kernels.instruction_set import Isa, KernelFamily
-from intaglio.kernels.tile_spec import STREAM_AHEAD, STREAMED_ROWS, TileSpec
+from intaglio.kernels.tile_spec import ONE_LEVEL, STREAMED_ROWS, TileSpec
 
 AVXVNNI_MAX_TILE_ROWS, AVXVNNI_FAST_TILE_ROWS = {1: 7}, {1: 6}
 AVXVNNI_REGISTERS = """
@@ -59,7 +59,7 @@ def emit(spec: TileSpec) -> str:
     pointers = pixel_pointers(spec.rows)
     one, several = (_steps(pixels, list(pointers), count) for count in (1, STEPS))
     if spec.rows <= STREAMED_ROWS:
-        ahead, prefetches = [], [f"prefetchnta {STREAM_AHEAD + 64 * step}(%rsi)" for step in range(STEPS)]
+        ahead, prefetches = [], [f"{ONE_LEVEL.prefetch} {ONE_LEVEL.ahead + 64 * step}(%rsi)" for step in range(STEPS)]
     else:
         # Every fourth step prefetches one cache line, another one for every tile, so that the next panel is cached in
         # time.
