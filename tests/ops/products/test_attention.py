@@ -96,6 +96,7 @@ class Case:
     extreme: bool = False
     apart: tuple[int, int, int] = (0, 0, 0)
     floats: bool = False
+    alike: bool = False
 
 
 def drawn(case: Case) -> tuple[list[np.ndarray], np.ndarray | None]:
@@ -111,6 +112,8 @@ def drawn(case: Case) -> tuple[list[np.ndarray], np.ndarray | None]:
         found = [draw.choice([low, 255], shape).astype(np.uint8) for low, shape in zip(lows, shapes, strict=True)]
     else:
         found = [draw.integers(low, 256, shape).astype(np.uint8) for low, shape in zip(lows, shapes, strict=True)]
+    if case.alike:  # large scores, whose small differences depend on rounding
+        found[0][..., -1], found[1][..., :-1] = 1, 255
     if not case.mask:
         return found, None
     if case.mask == "bool":
@@ -217,6 +220,32 @@ def test_attention_kernels_are_bit_identical_to_the_reference(isa, case, threads
     assert np.array_equal(run(case, isa, threads), expected(case))
 
 
+@st.composite
+def cases_of_one_query(draw) -> Case:
+    """One query for each head: keys and values are read where they lie if few heads share them."""
+    groups, shared, keys = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(0, 150))
+    heads = groups * shared
+    depth, width = (draw(st.sampled_from([64, 128, 192, 256]) | st.integers(1, 256)) for _ in range(2))
+    mask = draw(st.sampled_from(["", "bool", "ends", "f32"]))
+    shape = (draw(st.sampled_from([1, heads])), 1, draw(st.sampled_from([1, keys])))
+    case = Case(draw(st.integers(1, 2)), heads, shared, 1, keys, depth, width, mask, shape)
+    return replace(
+        case,
+        spread=draw(st.sampled_from([0.1, 2.0, 30.0])),
+        zero=draw(st.sampled_from([0, 100, 127, 128, 255])),
+        seed=draw(st.integers(0, 2**16)),
+        extreme=draw(st.booleans()),
+        apart=draw(st.tuples(*[st.integers(0, 9)] * 3)),
+        floats=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@given(case=cases_of_one_query(), threads=st.integers(1, 2))
+def test_one_query_is_bit_identical_to_the_reference(isa, case, threads):
+    assert np.array_equal(run(case, isa, threads), expected(case))
+
+
 NAMED = {
     "bert": Case(queries=128, keys=128, depth=64, width=64, heads=3, mask="bool", mask_shape=(1, 1, 1, 128)),
     "rows past the kept mask": Case(queries=50, keys=130, mask="f32", mask_shape=(50, 130)),
@@ -235,6 +264,10 @@ NAMED = {
     "rows that end early": Case(2, 4, 2, 100, 260, 32, 32, mask="ends", mask_shape=(2, 4, 100, 260)),
     "one query, ends of heads": Case(2, 6, 3, 1, 200, mask="ends", mask_shape=(6, 1, 200)),
     "one query of many heads": Case(1, 60, 30, 1, 33, causal=True),
+    "one query, wide": Case(2, 4, 2, 1, 77, 256, 256, mask="bool", mask_shape=(2, 1, 1, 77), apart=(0, 64, 64)),
+    "one query far from its zero point": Case(1, 8, 8, 1, 70, 128, 128, zero=0, extreme=True),
+    "one query, large scores": Case(1, 2, 2, 1, 200, 256, 64, spread=8000.0, zero=0, alike=True),
+    "one query below its zero point": Case(1, 5, 5, 1, 70, 64, 100, zero=255, extreme=True),
 }
 
 

@@ -17,6 +17,10 @@ typedef unsigned int __mmask32;  // declared by <avx512vlintrin.h>, half of all 
 #include <avx512dqintrin.h>
 #include <avx512vbmiintrin.h>
 #include <avx512vnniintrin.h>
+#if defined(__AMX_INT8__)
+#include <amxint8intrin.h>
+#include <amxtileintrin.h>
+#endif
 #endif
 #undef _IMMINTRIN_H_INCLUDED
 #elif defined(__AVX2__)

@@ -3,6 +3,7 @@
 #include "sequences/attention.h"
 
 #include "products/operand.h"
+#include "sequences/few_queries.h"
 
 enum {
 #if defined(__AMX_INT8__)
@@ -43,12 +44,17 @@ static inline struct AttentionScratch attention_scratch(const struct Attention* 
     return s;
 }
 
-// Pack K and V of one head; a column is a key of K, and a value of V.
+// Return whether the heads that share keys and values have so few queries that these are read where they lie.
+static inline int reads_in_place(const struct Attention* a) { return a->queries == 1 && a->shared <= FEW_ROWS; }
+static inline int scores_in_place(const struct Attention* a) { return a->queries == 1 && a->shared <= SCORED_ROWS; }
+
+// Pack what is read of K and V of one head, unless it is read in place; a column is a key of K, and a value of V.
 static inline void pack_heads(const struct Attention* a, struct AttentionScratch* s, int64_t image, int64_t head) {
     s->k = (struct Operand){head_of(&a->k, image, head), 1, a->k.row, a->depth, a->keys};
     s->v = (struct Operand){head_of(&a->v, image, head), a->v.row, 1, a->keys, a->width};
+    if (!reads_in_place(a)) pack_operand(&s->v, a->kernels.blocks, s->packed_v);
+    if (scores_in_place(a)) return;
     pack_operand(&s->k, a->kernels.blocks, s->packed_k);
-    pack_operand(&s->v, a->kernels.blocks, s->packed_v);
     column_terms(&s->k, a->kernels.blocks, s->packed_k, a->zero_q, s->terms);
 }
 
@@ -253,18 +259,48 @@ static inline int64_t allowed_keys(const struct Attention* a, const struct Query
     return end;
 }
 
-// Compute rows of queries with the same keys.
-static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s,
-                                             const struct QueryRows* r) {
-    const int64_t rows = r->rows, keys = allowed_keys(a, r, own_keys(a, r->first + (rows - 1) * r->each));
-    const int64_t step = rows < TILED_ROWS ? 4 : KEYS_OF_STEP, steps = (keys + step - 1) / step * (step / 4);
-    float factor[PANEL], tops[QUERY_BLOCK], shares[QUERY_BLOCK];
+// Write the scores of rows of queries with the same keys.
+static inline void score(const struct Attention* a, struct AttentionScratch* s, const struct QueryRows* r,
+                         int64_t keys) {
+    if (scores_in_place(a)) {
+        struct SignedQueries queries;
+        divide_queries(r->q, r->q_step, r->rows, a->depth, a->zero_q, &queries);
+        score_in_place(&queries, s->k.base, a->k.row, keys, a->factor, s->scores, s->score_row);
+        return;
+    }
+    float factor[PANEL];
     for (int i = 0; i < PANEL; ++i) factor[i] = a->factor;
     struct Tile t = {};
     t.a = r->q, t.a_pixel = r->q_step;
     t.b = s->packed_k, t.tap_rows = t.taps = 1, t.run = (a->depth + 3) / 4;
     t.bias = s->terms, t.factor = factor, t.out = (uint8_t*)s->scores, t.out_pixel = 4 * s->score_row;
-    multiply(&a->kernels, &t, &s->k, keys, rows, 0);
+    multiply(&a->kernels, &t, &s->k, keys, r->rows, 0);
+}
+
+// Write the sums of values weighed with the probabilities of the first `4 * steps` keys, of which `keys` exist.
+static inline void weigh(const struct Attention* a, struct AttentionScratch* s, int64_t rows, int64_t keys,
+                         int64_t steps) {
+    if (!steps) {
+        memset(s->sums, 0, (size_t)(4 * s->sums_row * rows));
+    } else if (reads_in_place(a)) {
+        weigh_in_place(s->probabilities, s->row, rows, s->v.base, a->v.row, keys, a->width, s->sums, s->sums_row);
+    } else {
+        float factor[PANEL];
+        for (int i = 0; i < PANEL; ++i) factor[i] = 1.0f;
+        struct Tile t = {};
+        t.a = s->probabilities, t.a_pixel = s->row, t.b = s->packed_v, t.tap_rows = t.taps = 1, t.run = steps;
+        t.factor = factor, t.bias = NO_TERMS, t.out = (uint8_t*)s->sums, t.out_pixel = 4 * s->sums_row;
+        multiply(&a->kernels, &t, &s->v, a->width, rows, 0);
+    }
+}
+
+// Compute rows of queries with the same keys.
+static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s,
+                                             const struct QueryRows* r) {
+    const int64_t rows = r->rows, keys = allowed_keys(a, r, own_keys(a, r->first + (rows - 1) * r->each));
+    const int64_t step = rows < TILED_ROWS ? 4 : KEYS_OF_STEP, steps = (keys + step - 1) / step * (step / 4);
+    float tops[QUERY_BLOCK], shares[QUERY_BLOCK];
+    score(a, s, r, keys);
     for (int64_t i = 0; i < rows; ++i) {
         const struct MaskRow mask = r->mask ? mask_row(a, s, r->mask + i * r->mask_step, keys) : (struct MaskRow){};
         tops[i] = largest_score(s->scores + i * s->score_row, mask, least(own_keys(a, r->first + i * r->each), keys));
@@ -276,14 +312,7 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
         if (end < 4 * steps) memset(probabilities + end, 0, (size_t)(4 * steps - end));
         shares[i] = sum ? a->ratio / (float)sum : 0.0f;
     }
-    if (steps) {
-        for (int i = 0; i < PANEL; ++i) factor[i] = 1.0f;
-        t.a = s->probabilities, t.a_pixel = s->row, t.b = s->packed_v, t.run = steps;
-        t.bias = NO_TERMS, t.out = (uint8_t*)s->sums, t.out_pixel = 4 * s->sums_row;
-        multiply(&a->kernels, &t, &s->v, a->width, rows, 0);
-    } else {
-        memset(s->sums, 0, (size_t)(4 * s->sums_row * rows));
-    }
+    weigh(a, s, rows, keys, steps);
     if (a->limits)
         quantize_block(s->sums, s->sums_row, rows, shares, a->limits, r->out, r->out_step, a->width);
     else
