@@ -23,6 +23,8 @@ LOW_HALVES, HIGH_HALVES, EIGHTS, SPREAD = (f"%zmm{register}" for register in ran
 """Masks of low and high halves of bytes, the factor 8 in every byte, and the control that spreads multiples."""
 FIRST_MULTIPLE = 4
 """First of three registers for each block: multiples m, ``4096 * m``, and ``8 * m`` in every byte."""
+QUARTERS = ("(%rdx)", "(%rdx,%r12)", "(%rdx,%r12,2)", "(%rdx,%r13)")
+"""Operands with the weights to prefetch, in each quarter of a panel."""
 INT4_CONSTANTS = {
     "intaglio_int4": "    .word 0x0f0f,0xf0f0,0x0808,0\n",
     "intaglio_multiples": "".join(
@@ -48,22 +50,34 @@ class Int4Products:
         lines = ["# products: lines of 64 input channels", f"mov {field('b')},%rsi", f"mov {field('a')},%rax"]
         lines += [f"mov {field('a_pixel')},%rbx", "lea (%rbx,%rbx,2),%r15", "lea (%rax,%r15),%r8"]
         lines += [f"mov {field('run')},%rcx", f"shr ${(INT4_CHANNELS // 4).bit_length() - 1},%rcx"]
+        streams, moves = self.streaming.streams, [f"add ${INT4_CHANNELS},%{pointer}" for pointer in ("rax", "r8")]
+        if streams > 1:
+            lines += [f"mov {field('ahead')},%rdx", f"lea {self.streaming.int4_ahead}(%rsi,%rdx),%rdx"]
+            lines += [f"imul ${size // streams},%rcx,%r12", "lea (%r12,%r12,2),%r13"]
+            moves += [f"add ${size // streams},%rdx"]
         lines += [
             f"vpbroadcastw intaglio_int4+{2 * i}(%rip),{name}"
             for i, name in enumerate((LOW_HALVES, HIGH_HALVES, EIGHTS))
         ]
         lines += [f"vmovdqu64 intaglio_multiples(%rip),{SPREAD}", ".p2align 4", "3:"]
-        lines += [self.prefetch(0)]
+        lines += [f"{self.streaming.prefetch} {self.streaming.int4_ahead}(%rsi)"] * (streams == 1)
         for half in range(INT4_CHANNELS // INT4_GROUP):
             lines += [line for block in range(self.spec.blocks) for line in self.multiples(block, half)]
             for step in range(4):
                 lines += [line for block in range(self.spec.blocks) for line in self.step(block, 4 * half + step)]
-        moves = [f"add ${INT4_CHANNELS},%{pointer}" for pointer in ("rax", "r8")]
         return [*lines, *moves, f"add ${size},%rsi", "dec %rcx", "jnz 3b"]
 
-    def prefetch(self, offset: int) -> str:
-        """Return the line that prefetches the weights some lines behind those at an offset."""
-        return f"{self.streaming.prefetch} {self.streaming.int4_ahead + offset}(%rsi)"
+    def prefetch(self, number: int, offset: int) -> str:
+        """Return the line of a step that prefetches other weights. Streams have a line and a share of the multiples.
+
+        Args:
+            number: number of the step among those of all blocks.
+            offset: bytes from the beginning of the line of input channels to the weights of the step.
+        """
+        instruction, _, ahead, streams = self.streaming
+        if streams == 1:
+            return f"{instruction} {ahead + offset}(%rsi)"
+        return f"{instruction} {number // streams * (64 + INT4_MULTIPLES // 8)}{QUARTERS[number % streams]}"
 
     def registers_of(self, block: int) -> list[str]:
         """Return the registers with the multiples of a block, in 16-bit lanes."""
@@ -83,7 +97,7 @@ class Int4Products:
         once, shifted, eightfold = self.registers_of(block)
         offset = INT4_MULTIPLES * self.spec.blocks + 64 * (self.spec.blocks * step + block)
         at = f"{offset}(%rsi)"
-        yield self.prefetch(offset)
+        yield self.prefetch(self.spec.blocks * step + block, offset)
         yield f"vpandd {at},{LOW_HALVES},{self.low}"
         yield f"vpandd {at},{HIGH_HALVES},{self.high}"
         yield f"vpmullw {once},{self.low},{self.low}"

@@ -40,6 +40,8 @@ NEIGHBOUR_ADDRESSES = (
 )
 """Operands with the activations of neighbouring pixels."""
 
+BLOCK_STREAMS = ("(%r8)", "(%r8,%r9)")
+"""Operands with the weights to prefetch, in each block of a panel."""
 TAP_WEIGHTS = ("(%rsi)", "(%rsi,%rbp)", "(%rsi,%rbp,2)")
 """Operands with the weights of the taps of a row."""
 
@@ -106,13 +108,23 @@ class VnniKernel:
             return self.row_products()
         start = self.first_pixels("rdx")
         moves = [*(f"add $4,%{pointer}" for pointer in self.pointers), f"add ${64 * self.spec.blocks},%rsi"]
-        # Every step prefetches one cache line, another one for every tile, so that the next panel is cached in time.
-        ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%rbp", f"addq $64,{field('ahead')}"]
-        prefetches = ["prefetcht1 (%rsi,%rbp)"]
         if self.spec.rows <= STREAMED_ROWS:
-            instruction, distance, _ = self.streaming
-            ahead, prefetches = [], [f"{instruction} {distance + 64 * j}(%rsi)" for j in range(self.spec.blocks)]
+            ahead, prefetches = self.streams()
+        else:
+            # Every step prefetches one cache line, another one for every tile, so that the next panel is cached in
+            # time.
+            ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%rbp", f"addq $64,{field('ahead')}"]
+            prefetches = ["prefetcht1 (%rsi,%rbp)"]
         return [*ahead, *tap_loops(start, [*self.step(), *prefetches, *moves])]
+
+    def streams(self) -> tuple[list[str], list[str]]:
+        """Return the lines before all steps, and those of a step, that prefetch a line for each block."""
+        (instruction, distance, _, streams), blocks = self.streaming, self.spec.blocks
+        if streams == 1:
+            return [], [f"{instruction} {distance + 64 * j}(%rsi)" for j in range(blocks)]
+        first = [f"mov {field('b')},%r8", f"mov {field('ahead')},%r9", f"lea {distance}(%r8,%r9),%r8"]
+        first += [f"shr ${blocks.bit_length() - 1},%r9"]
+        return first, [*(f"{instruction} {address}" for address in BLOCK_STREAMS[:blocks]), "add $64,%r8"]
 
     def first_pixels(self, tap: str) -> list[str]:
         """Return the lines that point to the pixels of a tap, whose first pixel is at an address in a register."""

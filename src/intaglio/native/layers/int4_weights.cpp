@@ -6,10 +6,12 @@
 #include "base/vectors.h"
 
 enum {
-    EXPANDED_AHEAD = 2048,  // bytes between the weights that are expanded and those that are prefetched
 #if defined(__AMX_INT8__)
-    CHUNK_BYTES = 1 << 20  // activations that stay in the second-level cache while all panels are multiplied by them
+    STREAMS = 4,            // parts of the next panel that are prefetched side by side, see `Streaming` of kernels
+    EXPANDED_AHEAD = 8192,  // bytes between its beginning and the weights that are prefetched
+    CHUNK_BYTES = 1 << 20   // activations that stay in the second-level cache while all panels are multiplied by them
 #else
+    EXPANDED_AHEAD = 2048,  // bytes between the weights that are expanded and those that are prefetched
     CHUNK_BYTES = 1 << 30
 #endif
 };
@@ -25,7 +27,9 @@ static inline void expand_group(const uint8_t* from, Spread multiples, int64_t s
     const AllBytes zero = (AllBytes)(multiple * 0x0808);
     for (int64_t step = 0; step < INT4_GROUP / 8; ++step, from += step_bytes, to += 2 * step_bytes) {
         BytePairs both;
+#if !defined(__AMX_INT8__)
         __builtin_prefetch(from + EXPANDED_AHEAD);
+#endif
         memcpy(&both, from, WIDE);
         const AllBytes low = (AllBytes)((both & 0x0f0f) * multiple) - zero,
                        high = (AllBytes)((both >> 4 & 0x0f0f) * multiple) - zero;
@@ -36,7 +40,16 @@ static inline void expand_group(const uint8_t* from, Spread multiples, int64_t s
 // Expand a panel of `lines` lines and `blocks` of 16 output channels to [step of 4 input channels][output channel][4].
 static void expand_int4(const uint8_t* from, int64_t lines, int64_t blocks, int8_t* to) {
     const int64_t step_bytes = 64 * blocks, group_bytes = INT4_GROUP / 8 * step_bytes;
+#if defined(__AMX_INT8__)
+    const int64_t line_bytes = INT4_MULTIPLES * blocks + 2 * group_bytes, part = lines * line_bytes / STREAMS;
+    const uint8_t* ahead = from + lines * line_bytes + EXPANDED_AHEAD;
+#endif
     for (int64_t line = 0; line < lines; ++line, from += 2 * group_bytes, to += 4 * group_bytes) {
+#if defined(__AMX_INT8__)
+        for (int64_t i = 0; i < line_bytes / STREAMS; i += 64)
+            for (int64_t stream = 0; stream < STREAMS; ++stream) __builtin_prefetch(ahead + stream * part + i, 0, 2);
+        ahead += line_bytes / STREAMS;
+#endif
         const uint8_t* multiples = from;
         from += INT4_MULTIPLES * blocks;
         for (int64_t channel = 0; channel < 16 * blocks; channel += FLOATS) {
