@@ -221,16 +221,18 @@ def test_attention_kernels_are_bit_identical_to_the_reference(isa, case, threads
 
 
 @st.composite
-def cases_of_one_query(draw) -> Case:
-    """One query for each head: keys and values are read where they lie if few heads share them."""
+def cases_of_few_queries(draw) -> Case:
+    """Keys and values are read in place for up to 8 queries of a head, or one query of up to 8 heads."""
     groups, shared, keys = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(0, 150))
+    queries = draw(st.just(1) | st.integers(1, 9))
     heads = groups * shared
     depth, width = (draw(st.sampled_from([64, 128, 192, 256]) | st.integers(1, 256)) for _ in range(2))
     mask = draw(st.sampled_from(["", "bool", "ends", "f32"]))
-    shape = (draw(st.sampled_from([1, heads])), 1, draw(st.sampled_from([1, keys])))
-    case = Case(draw(st.integers(1, 2)), heads, shared, 1, keys, depth, width, mask, shape)
+    shape = tuple(draw(st.sampled_from([1, size])) for size in (heads, queries, keys))
+    case = Case(draw(st.integers(1, 2)), heads, shared, queries, keys, depth, width, mask, shape)
     return replace(
         case,
+        causal=draw(st.booleans()),
         spread=draw(st.sampled_from([0.1, 2.0, 30.0])),
         zero=draw(st.sampled_from([0, 100, 127, 128, 255])),
         seed=draw(st.integers(0, 2**16)),
@@ -241,8 +243,8 @@ def cases_of_one_query(draw) -> Case:
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
-@given(case=cases_of_one_query(), threads=st.integers(1, 2))
-def test_one_query_is_bit_identical_to_the_reference(isa, case, threads):
+@given(case=cases_of_few_queries(), threads=st.integers(1, 2))
+def test_few_queries_are_bit_identical_to_the_reference(isa, case, threads):
     assert np.array_equal(run(case, isa, threads), expected(case))
 
 
@@ -263,6 +265,8 @@ NAMED = {
     "a text behind others": Case(1, 4, 2, 70, 300, 32, 32, mask="past", mask_shape=(70, 300)),
     "rows that end early": Case(2, 4, 2, 100, 260, 32, 32, mask="ends", mask_shape=(2, 4, 100, 260)),
     "one query, ends of heads": Case(2, 6, 3, 1, 200, mask="ends", mask_shape=(6, 1, 200)),
+    "few queries behind others": Case(2, 6, 3, 5, 200, 64, 64, mask="past", mask_shape=(5, 200)),
+    "few queries, causal": Case(1, 4, 2, 8, 90, 128, 80, causal=True),
     "one query of many heads": Case(1, 60, 30, 1, 33, causal=True),
     "one query, wide": Case(2, 4, 2, 1, 77, 256, 256, mask="bool", mask_shape=(2, 1, 1, 77), apart=(0, 64, 64)),
     "one query far from its zero point": Case(1, 8, 8, 1, 70, 128, 128, zero=0, extreme=True),

@@ -44,9 +44,15 @@ static inline struct AttentionScratch attention_scratch(const struct Attention* 
     return s;
 }
 
-// Return whether the heads that share keys and values have so few queries that these are read where they lie.
-static inline int reads_in_place(const struct Attention* a) { return a->queries == 1 && a->shared <= FEW_ROWS; }
-static inline int scores_in_place(const struct Attention* a) { return a->queries == 1 && a->shared <= SCORED_ROWS; }
+// Return whether up to `most` rows of queries have the same keys: one query of several heads, which read keys and
+// values once, or some queries of one head, if not too many heads read the same ones again.
+static inline int has_few_rows(const struct Attention* a, int64_t most) {
+    return a->queries == 1 ? a->shared <= most : a->queries <= most && a->shared <= FEW_READS;
+}
+
+// Return whether values, or keys, are read in place.
+static inline int reads_in_place(const struct Attention* a) { return has_few_rows(a, FEW_ROWS); }
+static inline int scores_in_place(const struct Attention* a) { return has_few_rows(a, SCORED_ROWS); }
 
 // Pack what is read of K and V of one head, unless it is read in place; a column is a key of K, and a value of V.
 static inline void pack_heads(const struct Attention* a, struct AttentionScratch* s, int64_t image, int64_t head) {

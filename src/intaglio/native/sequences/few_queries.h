@@ -1,5 +1,5 @@
-// Products of few queries with the keys and values of a head, which are read where they lie. With one query for each
-// head, a call reads every key and value once, and packing them would take more instructions than the products.
+// Products of few queries with the keys and values of a head, which are read in place. A step of a decoder reads every
+// key and value once, or once for each of few heads, and packing them would take more instructions than the products.
 
 #pragma once
 
@@ -7,7 +7,8 @@
 
 #if defined(__AVX512VNNI__)
 enum {
-    FEW_ROWS = 8,  // rows of queries that share keys and values, at most
+    FEW_ROWS = 8,   // rows of queries with the same keys and values, at most
+    FEW_READS = 4,  // heads that read the same keys and values for several queries, at most
 #if defined(__AMX_INT8__)
     SCORED_ROWS = FEW_ROWS,  // with more rows, keys are packed
 #else
@@ -275,7 +276,7 @@ static inline void weigh_in_place(const uint8_t* p, int64_t p_row, int64_t rows,
         _mm512_storeu_ps(out + i, _mm512_cvtepi32_ps(_mm512_loadu_si512(sums + i)));
 }
 #else
-enum { FEW_ROWS = 0, SCORED_ROWS = 0 };  // keys and values are packed
+enum { FEW_ROWS = 0, FEW_READS = 0, SCORED_ROWS = 0 };  // keys and values are packed
 struct SignedQueries {
     int64_t rows;
 };
