@@ -1,5 +1,6 @@
 """Microkernels for 4-bit weights, through the loops that call them, against the reference of the operators."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +39,7 @@ def int4_cases(draw, isa: str) -> Case:
         blocks=spec.blocks,
         rows=spec.rows,
         saturates=False,
+        levels=draw(st.integers(0, 2)),
         threads=draw(st.integers(1, 3)),
         split_channels_below=draw(st.sampled_from([0, 1 << 40])),
         behind=draw(st.sampled_from([0, 256])),
@@ -57,8 +59,8 @@ def test_every_kernel_matches_its_reference(isa, subtests):
         with subtests.test(kernel=spec.name):
             case = Case(width=spec.rows, per_group=128, int4=True, saturates=False, zero_points=(7, 9, 250))
             case = replace(case, result=spec.result, blocks=spec.blocks, rows=spec.rows)
-            for outputs in (16 * spec.blocks, 32 * spec.blocks - 5):
-                check(isa, replace(case, per_group_out=outputs, seed=outputs))
+            for levels, outputs in enumerate((16 * spec.blocks, 32 * spec.blocks - 5), start=1):
+                check(isa, replace(case, per_group_out=outputs, levels=levels, seed=outputs))
 
 
 @pytest.mark.parametrize("isa", INT4_ISAS)
@@ -78,9 +80,12 @@ def test_sums_of_a_group_at_their_extremes_do_not_saturate(isa, sign):
 
 
 @pytest.mark.parametrize("int4", [False, True])
-def test_weights_that_are_read_once_pass_the_second_level_cache_with_amx(int4):
+def test_weights_are_prefetched_into_one_or_two_levels_of_the_cache(int4):
+    """Processors with AMX are those of Intel."""
     spec = TileSpec(1, 2, "rows", int4=int4)
     texts = {isa: ISAS[isa].kernel_text(spec) for isa in ("amx_int8", "avx512vnni")}
     assert "prefetcht1" in texts["amx_int8"]
     assert "prefetchnta" not in texts["amx_int8"]
-    assert "prefetchnta" in texts["avx512vnni"]
+    _, two_levels, one_level = re.split(r"\bjne 14f|\b14:", texts["avx512vnni"])
+    assert "prefetcht1" in two_levels
+    assert "prefetchnta" in one_level

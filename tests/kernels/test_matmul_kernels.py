@@ -133,6 +133,7 @@ def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case
         table="kernel" if spec.looks_up else "none",
         remainder=spec.remainder,
         residual_remainder=spec.residual_remainder,
+        levels=1 + seed % 2,
     )
 
 

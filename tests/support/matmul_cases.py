@@ -35,6 +35,7 @@ class Case:
     0 or 255, weights +-127, biases up to 2^30. ``int4``: weights have 4 bits and a multiple for each group; extreme
     ones are -8 or 7 times 15. ``row_taps``: taps of a row that the kernels compute together. ``widened``: there are
     kernels for widened input; ``transformed``: there are weights for Winograd's method; ``only``: there are no others.
+    ``levels``: of the cache that weights are prefetched into, 0 for those of this processor.
     """
 
     images: int = 1
@@ -71,6 +72,7 @@ class Case:
     split_channels_below: int = 0
     chunk_bytes: int = 1 << 20
     behind: int = MARGIN
+    levels: int = 0
     seed: int = 0
 
 
@@ -329,6 +331,7 @@ def _fields(case: Case, given: CaseData, plan: PanelPacking, image: Image) -> di
         "tile.taps": taps,
         "tile.a_tap": case.dilation[1] * image.pixel,
         "tile.run": plan.run // case.row_taps,
+        "tile.levels": case.levels,
     }
 
 
@@ -412,6 +415,7 @@ def cases(draw, isa: str, results: tuple[str, ...] | None = None) -> Case:
         widened=ISAS[isa].widens and draw(st.booleans()),
         threads=draw(st.integers(1, 3)),
         split_channels_below=draw(st.sampled_from([0, 1 << 40])),
+        levels=draw(st.integers(0, 2)),
         chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])),
         seed=draw(st.integers(0, 1 << 30)),
         behind=draw(st.sampled_from([0, 256])),

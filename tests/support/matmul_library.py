@@ -92,6 +92,7 @@ NUMBERS = (
     "tile.residual_remainder_pixel",
     "tile.row_scale",
     "tile.row_bias",
+    "tile.levels",
 )
 """Fields of ``struct Matmul``: its images, then numbers and addresses."""
 PROT_NONE = 0

@@ -68,6 +68,16 @@ def family_text(family: KernelFamily, texts: Sequence[str], registers: str, cons
     ])  # fmt: skip
 
 
+def by_levels(variants: Sequence[list[str]]) -> list[str]:
+    """Return the lines of the only variant, or those that choose between one for two levels of the cache and one for
+    one level (``levels`` of ``struct Tile``).
+    """
+    if len(variants) == 1:
+        return variants[0]
+    two_levels, one_level = variants
+    return [f"cmpq $2,{field('levels')}", "jne 14f", *two_levels, "jmp 15f", "14:", *one_level, "15:"]
+
+
 def field(name: str) -> str:
     """Return the memory operand of a field of the tile."""
     return f"{tile_offset(name)}(%rdi)"

@@ -45,6 +45,7 @@ TILE_FIELDS = (
     "residual_skip",
     "remainder_skip",
     "residual_remainder_skip",
+    "levels",
 )
 """Fields of ``struct Tile`` in native/products/tile.h, 8 bytes each, in order."""
 
@@ -97,10 +98,10 @@ bits and 1536 with 8 gain nothing.
 """
 
 TWO_LEVELS = Streaming("prefetcht1", 4096, 8192, 4)
-"""Prefetching into the second-level cache, for processors with AMX. Their cores share a first-level cache with another
+"""Prefetching into the second-level cache, for processors of Intel. Their cores share a first-level cache with another
 thread, often that of another guest, which evicts lines before they are read; then memory must deliver them again. On
-two threads a loop reads 8-bit weights at 21 to 28 GB/s and 4-bit weights at 21 to 22, with `ONE_LEVEL` at 10 to 15 and
-at 13, and a loop without products and prefetching at 19 to 25.
+two threads of a Xeon with AMX a loop reads 8-bit weights at 21 to 28 GB/s and 4-bit weights at 21 to 22, with
+`ONE_LEVEL` at 10 to 15 and at 13, and a loop without products and prefetching at 19 to 25.
 
 These processors read several pages at a time faster than one: a page that is read in order makes them prefetch the rest
 of it, and then more lines are on their way than a core can ask for. With four streams a loop reads 4-bit weights at

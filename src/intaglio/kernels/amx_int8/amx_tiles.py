@@ -100,7 +100,7 @@ def emit(spec: TileSpec) -> str:
     pixels and channels.
     """
     if spec.int4 or spec.rows <= STREAMED_ROWS:
-        return vnni_tiles.emit(spec, streaming=TWO_LEVELS)
+        return vnni_tiles.emit(spec, streamings=[TWO_LEVELS])
     jump, other = [f"mov ${spec.rows},%esi", f"jmp {_function(spec)}"], ""
     if spec.rows <= FEW_ROWS:
         name = f"few_{spec.name}"

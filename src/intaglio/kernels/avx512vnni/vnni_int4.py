@@ -12,9 +12,9 @@ gives the weights ``(n - 8) * m``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from intaglio.kernels.assembly import field
+from intaglio.kernels.assembly import by_levels, field
 from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, Streaming, TileSpec
 
 INT4_TILE_ROWS = {1: 6, 2: 6, 3: 4, 4: 3}
@@ -38,43 +38,48 @@ INT4_CONSTANTS = {
 class Int4Products:
     """Prints the products of one kernel, whose accumulators are the last registers."""
 
-    def __init__(self, spec: TileSpec, streaming: Streaming) -> None:
-        self.spec, self.streaming = spec, streaming
+    def __init__(self, spec: TileSpec, streamings: Sequence[Streaming]) -> None:
+        self.spec, self.streamings = spec, streamings
         self.first = 32 - spec.rows * spec.blocks
         first_free = FIRST_MULTIPLE + 3 * spec.blocks
         self.low, self.high, *self.spare = (f"%zmm{register}" for register in range(first_free, self.first))
 
     def lines(self) -> list[str]:
         """Return the lines that add all products to the accumulators."""
-        size = (INT4_MULTIPLES + 8 * 64) * self.spec.blocks
         lines = ["# products: lines of 64 input channels", f"mov {field('b')},%rsi", f"mov {field('a')},%rax"]
         lines += [f"mov {field('a_pixel')},%rbx", "lea (%rbx,%rbx,2),%r15", "lea (%rax,%r15),%r8"]
         lines += [f"mov {field('run')},%rcx", f"shr ${(INT4_CHANNELS // 4).bit_length() - 1},%rcx"]
-        streams, moves = self.streaming.streams, [f"add ${INT4_CHANNELS},%{pointer}" for pointer in ("rax", "r8")]
-        if streams > 1:
-            lines += [f"mov {field('ahead')},%rdx", f"lea {self.streaming.int4_ahead}(%rsi,%rdx),%rdx"]
-            lines += [f"imul ${size // streams},%rcx,%r12", "lea (%r12,%r12,2),%r13"]
-            moves += [f"add ${size // streams},%rdx"]
         lines += [
             f"vpbroadcastw intaglio_int4+{2 * i}(%rip),{name}"
             for i, name in enumerate((LOW_HALVES, HIGH_HALVES, EIGHTS))
         ]
-        lines += [f"vmovdqu64 intaglio_multiples(%rip),{SPREAD}", ".p2align 4", "3:"]
-        lines += [f"{self.streaming.prefetch} {self.streaming.int4_ahead}(%rsi)"] * (streams == 1)
+        lines += [f"vmovdqu64 intaglio_multiples(%rip),{SPREAD}"]
+        return [*lines, *by_levels([self.loop(streaming) for streaming in self.streamings])]
+
+    def loop(self, streaming: Streaming) -> list[str]:
+        """Return the lines of the loop over lines of input channels."""
+        size, streams = (INT4_MULTIPLES + 8 * 64) * self.spec.blocks, streaming.streams
+        lines, moves = list[str](), [f"add ${INT4_CHANNELS},%{pointer}" for pointer in ("rax", "r8")]
+        if streams > 1:
+            lines += [f"mov {field('ahead')},%rdx", f"lea {streaming.int4_ahead}(%rsi,%rdx),%rdx"]
+            lines += [f"imul ${size // streams},%rcx,%r12", "lea (%r12,%r12,2),%r13"]
+            moves += [f"add ${size // streams},%rdx"]
+        lines += [".p2align 4", "3:", *[f"{streaming.prefetch} {streaming.int4_ahead}(%rsi)"] * (streams == 1)]
         for half in range(INT4_CHANNELS // INT4_GROUP):
             lines += [line for block in range(self.spec.blocks) for line in self.multiples(block, half)]
-            for step in range(4):
-                lines += [line for block in range(self.spec.blocks) for line in self.step(block, 4 * half + step)]
+            for step in range(4 * half, 4 * half + 4):
+                lines += [line for block in range(self.spec.blocks) for line in self.step(block, step, streaming)]
         return [*lines, *moves, f"add ${size},%rsi", "dec %rcx", "jnz 3b"]
 
-    def prefetch(self, number: int, offset: int) -> str:
+    def prefetch(self, number: int, offset: int, streaming: Streaming) -> str:
         """Return the line of a step that prefetches other weights. Streams have a line and a share of the multiples.
 
         Args:
             number: number of the step among those of all blocks.
             offset: bytes from the beginning of the line of input channels to the weights of the step.
+            streaming: how it prefetches.
         """
-        instruction, _, ahead, streams = self.streaming
+        instruction, _, ahead, streams = streaming
         if streams == 1:
             return f"{instruction} {ahead + offset}(%rsi)"
         return f"{instruction} {number // streams * (64 + INT4_MULTIPLES // 8)}{QUARTERS[number % streams]}"
@@ -92,12 +97,12 @@ class Int4Products:
         yield f"vpsllw $12,{once},{shifted}"
         yield f"vpmullw {EIGHTS},{once},{eightfold}"
 
-    def step(self, block: int, step: int) -> Iterator[str]:
+    def step(self, block: int, step: int, streaming: Streaming) -> Iterator[str]:
         """Yield the lines that multiply 8 input channels of all rows by a block of 16 output channels."""
         once, shifted, eightfold = self.registers_of(block)
         offset = INT4_MULTIPLES * self.spec.blocks + 64 * (self.spec.blocks * step + block)
         at = f"{offset}(%rsi)"
-        yield self.prefetch(self.spec.blocks * step + block, offset)
+        yield self.prefetch(self.spec.blocks * step + block, offset, streaming)
         yield f"vpandd {at},{LOW_HALVES},{self.low}"
         yield f"vpandd {at},{HIGH_HALVES},{self.high}"
         yield f"vpmullw {once},{self.low},{self.low}"

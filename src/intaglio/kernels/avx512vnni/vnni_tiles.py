@@ -11,10 +11,11 @@ whole latency of a row. 64 quantized values take 5 to 7 cycles in addition to th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from intaglio.kernels.assembly import (
     REMAINDER_CONSTANTS,
+    by_levels,
     family_text,
     field,
     limit,
@@ -28,7 +29,7 @@ from intaglio.kernels.assembly import (
 from intaglio.kernels.avx512vnni import vnni_depthwise
 from intaglio.kernels.avx512vnni.vnni_int4 import INT4_CONSTANTS, INT4_TILE_ROWS, Int4Products
 from intaglio.kernels.instruction_set import Isa, KernelFamily
-from intaglio.kernels.tile_spec import ONE_LEVEL, PACKED_RESULTS, STREAMED_ROWS, Streaming, TileSpec
+from intaglio.kernels.tile_spec import ONE_LEVEL, PACKED_RESULTS, STREAMED_ROWS, TWO_LEVELS, Streaming, TileSpec
 
 ROW_POINTERS = ("rax", "r8", "r9", "r10", "r11")
 """Pointers to activations, one for every three rows."""
@@ -40,6 +41,8 @@ NEIGHBOUR_ADDRESSES = (
 )
 """Operands with the activations of neighbouring pixels."""
 
+BOTH_LEVELS = (TWO_LEVELS, ONE_LEVEL)
+"""Kernels for processors of all vendors: see ``prefetched_levels`` of native/layers/matmul.cpp."""
 BLOCK_STREAMS = ("(%r8)", "(%r8,%r9)")
 """Operands with the weights to prefetch, in each block of a panel."""
 TAP_WEIGHTS = ("(%rsi)", "(%rsi,%rbp)", "(%rsi,%rbp,2)")
@@ -59,15 +62,15 @@ controls of shuffles and the residual operand.
 """
 
 
-def emit(spec: TileSpec, name: str = "", streaming: Streaming = ONE_LEVEL) -> str:
+def emit(spec: TileSpec, name: str = "", streamings: Sequence[Streaming] = BOTH_LEVELS) -> str:
     """Return the text of one kernel.
 
     Args:
         spec: its parameters.
         name: its symbol, if that is not the name of ``spec``.
-        streaming: how it prefetches weights that it reads once.
+        streamings: how it prefetches weights that it reads once, see `by_levels`.
     """
-    kernel = VnniKernel(spec, streaming)
+    kernel = VnniKernel(spec, streamings)
     epilogue = [*kernel.operands(), "# epilogue: pixels, each a stage behind the one before", *kernel.results()]
     return tile_function(spec, [*kernel.biases(), *kernel.products(), *epilogue], name)
 
@@ -75,8 +78,8 @@ def emit(spec: TileSpec, name: str = "", streaming: Streaming = ONE_LEVEL) -> st
 class VnniKernel:
     """Prints the parts of one kernel."""
 
-    def __init__(self, spec: TileSpec, streaming: Streaming = ONE_LEVEL) -> None:
-        self.spec, self.streaming = spec, streaming
+    def __init__(self, spec: TileSpec, streamings: Sequence[Streaming] = BOTH_LEVELS) -> None:
+        self.spec, self.streamings = spec, streamings
         self.first = 32 - spec.rows * spec.blocks
         self.spare = min(self.first - spec.row_taps * spec.blocks, 4)
         self.addresses = NEIGHBOUR_ADDRESSES[: spec.rows + spec.row_taps - 1]
@@ -103,23 +106,25 @@ class VnniKernel:
     def products(self) -> list[str]:
         """Return the lines that accumulate all products and prefetch the next panel of weights."""
         if self.spec.int4:
-            return Int4Products(self.spec, self.streaming).lines()
+            return Int4Products(self.spec, self.streamings).lines()
         if self.spec.row_taps > 1:
             return self.row_products()
         start = self.first_pixels("rdx")
         moves = [*(f"add $4,%{pointer}" for pointer in self.pointers), f"add ${64 * self.spec.blocks},%rsi"]
         if self.spec.rows <= STREAMED_ROWS:
-            ahead, prefetches = self.streams()
+            prefetching = [self.streams(streaming) for streaming in self.streamings]
         else:
             # Every step prefetches one cache line, another one for every tile, so that the next panel is cached in
             # time.
             ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%rbp", f"addq $64,{field('ahead')}"]
-            prefetches = ["prefetcht1 (%rsi,%rbp)"]
-        return [*ahead, *tap_loops(start, [*self.step(), *prefetches, *moves])]
+            prefetching = [(ahead, ["prefetcht1 (%rsi,%rbp)"])]
+        return by_levels(
+            [[*before, *tap_loops(start, [*self.step(), *prefetches, *moves])] for before, prefetches in prefetching]
+        )
 
-    def streams(self) -> tuple[list[str], list[str]]:
+    def streams(self, streaming: Streaming) -> tuple[list[str], list[str]]:
         """Return the lines before all steps, and those of a step, that prefetch a line for each block."""
-        (instruction, distance, _, streams), blocks = self.streaming, self.spec.blocks
+        (instruction, distance, _, streams), blocks = streaming, self.spec.blocks
         if streams == 1:
             return [], [f"{instruction} {distance + 64 * j}(%rsi)" for j in range(blocks)]
         first = [f"mov {field('b')},%r8", f"mov {field('ahead')},%r9", f"lea {distance}(%r8,%r9),%r8"]

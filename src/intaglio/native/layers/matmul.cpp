@@ -5,6 +5,26 @@
 #include "layers/widened.h"
 #include "layers/winograd.h"
 
+#if defined(__AVX512VNNI__)
+#include <cpuid.h>
+
+// Return the levels of the cache that kernels with few rows prefetch weights into: two on processors of Intel, see
+// TWO_LEVELS of kernels/tile_spec.py, and one on others.
+static inline int prefetched_levels(void) {
+    static int answer;  // 0 before the first call: the instruction takes as long as a small step
+    int known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
+    if (known == 0) {
+        unsigned leaves, vendor[3];
+        const int read = __get_cpuid(0, &leaves, &vendor[0], &vendor[2], &vendor[1]);
+        known = read && !memcmp(vendor, "GenuineIntel", sizeof vendor) ? 2 : 1;
+        __atomic_store_n(&answer, known, __ATOMIC_RELAXED);
+    }
+    return known;
+}
+#else
+static inline int prefetched_levels(void) { return 1; }
+#endif
+
 // Return how many lines from line y on a tile takes as its parts; `left` tiles remain, one for each line.
 static inline int32_t lines_of_tile(const struct Matmul* m, int64_t tiles, int64_t width, int64_t y, int64_t left) {
     if (m->flat || tiles > 1 || width > LINE_PIXELS || m->lines < 2) return 1;
@@ -33,6 +53,7 @@ static inline void leave_lines(struct Tile* t) {
 LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,
                          int64_t width) {
     struct Tile t = m->tile;
+    if (!t.levels) t.levels = prefetched_levels();
     const int last_panel = panel == m->panels - 1;
     const TileKernel* kernels = last_panel ? m->last_kernels : m->kernels;
     const int64_t channel = panel * m->blocks * 16;

@@ -57,6 +57,9 @@ struct Tile {
     // `part_rows` are the pixels of a part, or 0 without such parts. The others are the bytes between the end of a part
     // and the next one.
     int64_t part_rows, a_skip, out_skip, residual_skip, remainder_skip, residual_remainder_skip;
+    // Levels of the cache that kernels with few rows prefetch weights into: 2, or else 1. 0 in `struct Matmul`: those
+    // of `prefetched_levels`.
+    int64_t levels;
 };
 
 typedef void (*TileKernel)(struct Tile*);
