@@ -89,3 +89,9 @@ def test_weights_are_prefetched_into_one_or_two_levels_of_the_cache(int4):
     _, two_levels, one_level = re.split(r"\bjne 14f|\b14:", texts["avx512vnni"])
     assert "prefetcht1" in two_levels
     assert "prefetchnta" in one_level
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+def test_every_block_of_8_bit_weights_is_prefetched(blocks):
+    text = ISAS["avx512vnni"].kernel_text(TileSpec(1, blocks, "rows"))
+    assert len(set(re.findall(r"prefetcht1 (\S+)", text))) == blocks

@@ -80,7 +80,7 @@ class Streaming(NamedTuple):
         ahead: Bytes between the weights that are multiplied and those that are prefetched; with several streams, bytes
             between the beginning of the next panel and the first of those.
         int4_ahead: The same of 4-bit weights.
-        streams: Parts of a panel that are prefetched side by side; of 8-bit weights, at most one for each block.
+        streams: Parts of a panel that are prefetched side by side; of 8-bit weights, one for each block.
     """
 
     prefetch: str

@@ -43,8 +43,8 @@ NEIGHBOUR_ADDRESSES = (
 
 BOTH_LEVELS = (TWO_LEVELS, ONE_LEVEL)
 """Kernels for processors of all vendors: see ``prefetched_levels`` of native/layers/matmul.cpp."""
-BLOCK_STREAMS = ("(%r8)", "(%r8,%r9)")
-"""Operands with the weights to prefetch, in each block of a panel."""
+BLOCK_STREAMS = ("(%r8)", "(%r8,%r9)", "(%r8,%r9,2)", "(%r8,%r10)")
+"""Operands with the weights to prefetch, one for each block of a panel, in parts of equal size."""
 TAP_WEIGHTS = ("(%rsi)", "(%rsi,%rbp)", "(%rsi,%rbp,2)")
 """Operands with the weights of the taps of a row."""
 
@@ -127,8 +127,9 @@ class VnniKernel:
         (instruction, distance, _, streams), blocks = streaming, self.spec.blocks
         if streams == 1:
             return [], [f"{instruction} {distance + 64 * j}(%rsi)" for j in range(blocks)]
-        first = [f"mov {field('b')},%r8", f"mov {field('ahead')},%r9", f"lea {distance}(%r8,%r9),%r8"]
-        first += [f"shr ${blocks.bit_length() - 1},%r9"]
+        first = [f"mov {field('b')},%r8", f"add {field('ahead')},%r8", f"add ${distance},%r8"]
+        first += [f"mov {field('run')},%r9", f"imul {field('taps')},%r9", f"imul {field('tap_rows')},%r9"]
+        first += ["shl $6,%r9", "lea (%r9,%r9,2),%r10"]
         return first, [*(f"{instruction} {address}" for address in BLOCK_STREAMS[:blocks]), "add $64,%r8"]
 
     def first_pixels(self, tap: str) -> list[str]:
