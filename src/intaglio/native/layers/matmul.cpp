@@ -5,12 +5,15 @@
 #include "layers/widened.h"
 #include "layers/winograd.h"
 
-#if defined(__AVX512VNNI__)
+// Return the levels of the cache that kernels with few rows prefetch weights into: two on processors of Intel, see
+// TWO_LEVELS of kernels/tile_spec.py, and one on others. Kernels for AMX prefetch weights only if the layer is
+// a single tile, for which this is two.
+#if defined(__AMX_INT8__)
+static inline int prefetched_levels(const struct Matmul* m, int64_t tiles) { return m->flat && tiles == 1 ? 2 : 1; }
+#elif defined(__AVX512VNNI__)
 #include <cpuid.h>
 
-// Return the levels of the cache that kernels with few rows prefetch weights into: two on processors of Intel, see
-// TWO_LEVELS of kernels/tile_spec.py, and one on others.
-static inline int prefetched_levels(void) {
+static inline int prefetched_levels(const struct Matmul*, int64_t) {
     static int answer;  // 0 before the first call: the instruction takes as long as a small step
     int known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
     if (known == 0) {
@@ -22,7 +25,7 @@ static inline int prefetched_levels(void) {
     return known;
 }
 #else
-static inline int prefetched_levels(void) { return 1; }
+static inline int prefetched_levels(const struct Matmul*, int64_t) { return 1; }
 #endif
 
 // Return how many lines from line y on a tile takes as its parts; `left` tiles remain, one for each line.
@@ -53,7 +56,7 @@ static inline void leave_lines(struct Tile* t) {
 LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,
                          int64_t width) {
     struct Tile t = m->tile;
-    if (!t.levels) t.levels = prefetched_levels();
+    if (!t.levels) t.levels = prefetched_levels(m, tiles);
     const int last_panel = panel == m->panels - 1;
     const TileKernel* kernels = last_panel ? m->last_kernels : m->kernels;
     const int64_t channel = panel * m->blocks * 16;

@@ -42,7 +42,7 @@ static inline void divide_queries(const uint8_t* q, int64_t q_step, int64_t rows
     for (int64_t r = 0; r < rows; ++r) {
         __m512i sums = _mm512_setzero_si512();
         for (int64_t i = 0; i < vectors; ++i) {
-            const __mmask32 there = (__mmask32)(32 * i < depth ? values_there(depth, 32 * i) : 0);  // 32 values
+            const __mmask32 there = (__mmask32)(32 * i < depth ? values_there(depth, 32 * i) : 0);
             const __m512i bytes = _mm512_maskz_loadu_epi8(there, q + r * q_step + 32 * i);
             const __m512i x = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(bytes));
             left[r][i] = _mm512_maskz_sub_epi16(there, x, _mm512_set1_epi16((short)zero));
@@ -116,7 +116,7 @@ struct TileShapes {
     uint8_t rows[16];
 };
 
-// Register 0 and 1: products of 16 keys each; 2 and 3: 64 values of these keys; 4 and on: 64 values of all parts each.
+// Registers 0 and 1: products of 16 keys each; 2 and 3: 64 values of these keys; 4 to 7: 64 values of all parts each.
 static inline void load_query_tiles(const struct SignedQueries* s) {
     struct TileShapes shapes = {};
     shapes.palette = 1;
@@ -134,6 +134,8 @@ static inline void load_query_tiles(const struct SignedQueries* s) {
     if (s->depth > 192) _tile_loadd(7, values[3], stride);
 }
 
+// Multiply the values of 16 keys from `first` on, and all values of 16 keys. The instructions need numbers of registers
+// in their text.
 #define KEY_TILE(sums, keys, parts, first)   \
     if (depth > first) {                     \
         _tile_loadd(keys, k + first, k_row); \
