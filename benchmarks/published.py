@@ -76,7 +76,7 @@ PACKAGES = {
 """Package of an engine, and its name; intaglio runs in PyTorch."""
 NO_SHARED_CACHE_NS = 300
 """Latency between two cores from which they share no cache."""
-CORES = {(25, 1): "Zen 3", (25, 17): "Zen 4", (26, 2): "Zen 5", (6, 167): "AMX"}
+CORES = {(25, 1): "Zen 3", (25, 17): "Zen 4", (26, 2): "Zen 5", (6, 167): "AMX", (6, 207): "AMX, 2.9 GHz"}
 """Microarchitecture, or the extension that its kernels use, by family and model of the processor."""
 NOT_MEASURED = "–"
 
@@ -497,6 +497,9 @@ TABLES = {
     "decoder_texts": lambda: table(*decoder_tables.texts(decoder_lines("AMX"))),
     "decoder_accuracy": lambda: table(*decoder_tables.accuracy(decoder_lines("AMX"))),
     "decoder_source": lambda: decoder_tables.source(decoder_lines("AMX")),
+    "slow_amx_decoder_steps": lambda: table(*decoder_tables.steps(decoder_lines("AMX, 2.9 GHz"))),
+    "slow_amx_decoder_texts": lambda: table(*decoder_tables.texts(decoder_lines("AMX, 2.9 GHz"))),
+    "slow_amx_decoder_source": lambda: decoder_tables.source(decoder_lines("AMX, 2.9 GHz")),
     "zen3_decoder_steps": lambda: table(*decoder_tables.steps(decoder_lines("Zen 3"))),
     "zen3_decoder_texts": lambda: table(*decoder_tables.texts(decoder_lines("Zen 3"))),
     "zen3_decoder_source": lambda: decoder_tables.source(decoder_lines("Zen 3")),

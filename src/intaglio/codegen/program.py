@@ -245,6 +245,8 @@ def _segments(code: Code, context: Context) -> None:
         entries = ", ".join(f"segment{s}" if s in native else "0" for s in range(plan.segments()))
         code(f"static const IntaglioBody segments[] = {{{entries or 0}}};")
         code("struct IntaglioBarrier barrier = {};")
+        code("struct Share shares[SHARERS];")
+        code("r->shares = clear_shares(shares, threads);")
         code("r->barrier = &barrier;")
         code("parallel(segments[segment], r, threads);")
 

@@ -35,6 +35,7 @@ class RunArguments(ctypes.Structure):
         ("outside", ctypes.POINTER(ctypes.c_int32)),
         ("clipped", ctypes.POINTER(CInt64)),
         ("grows", ctypes.POINTER(ctypes.c_uint8)),
+        ("shares", ctypes.c_void_p),
     )
 
 

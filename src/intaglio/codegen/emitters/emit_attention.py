@@ -46,6 +46,7 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
         code(f"a.limits = {context.limits(op)};")
     _kernels(code, "a", tiles, context)
     _scratch(code, "a", partition.output, context)
+    code("a.shares = r->shares;")
     code("attention(&a, thread, threads);")
 
 

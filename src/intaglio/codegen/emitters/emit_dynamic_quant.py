@@ -24,4 +24,4 @@ def emit_quantize_rows(code: Code, partition: Partition, context: Context) -> No
     code(f"const int64_t* s = {source_strides(code, op.inputs[0], context)};")
     code(f"const int64_t strides[] = {{{', '.join(strides_read(len(shape), rows=True))}}};")
     ends = f"(const float*){context.strided(op.inputs[0])[0]}, strides, &out, (float*){context.strided(scales)[0]}"
-    code(f"quantize_rows({ends}, {context.dim(alike)}, thread, threads);")
+    code(f"quantize_rows({ends}, {context.dim(alike)}, r->shares, thread, threads);")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from intaglio import numerics
 from intaglio.codegen.context import Context, fill_result_halo
@@ -147,10 +148,7 @@ def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
         units = "rows * pieces"
     else:
         units = "rows"
-    head = (
-        f"for (int64_t u = shard_begin({units}, thread, threads); u < shard_begin({units}, thread + 1, threads); ++u)"
-    )
-    with code.block(head):
+    with shared_units(code, units):
         if axis is None:
             code("const int64_t row = u / pieces, first = u % pieces * PIECE;")
             code("const int64_t last = size - first < PIECE ? size : first + PIECE;")
@@ -164,6 +162,17 @@ def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
         code("end_streams();")
 
 
+@contextmanager
+def shared_units(code: Code, units: str) -> Iterator[None]:
+    """Print the loop over the units of a step of ``rows`` of ``size`` elements, which threads share."""
+    code("struct Sharing sharing = enter_step(r->shares, rows * size / ELEMENTS, thread, threads);")
+    with (
+        code.block("while (next_piece(&sharing))"),
+        code.block(f"for (int64_t u = first_item(&sharing, {units}, 0); u < first_item(&sharing, {units}, 1); ++u)"),
+    ):
+        yield
+
+
 def _rows_across(code: Code, loop: Loop, variant: LoopVariant, axis: int) -> None:
     """Print the loop over rows of a reduction, whose vectors hold the elements of neighbouring rows.
 
@@ -172,9 +181,7 @@ def _rows_across(code: Code, loop: Loop, variant: LoopVariant, axis: int) -> Non
     outer, (stage,) = loop.schedule.rows.outer, (one for one in variant.stages if not one.empty)
     width, others = outer[axis], [place for place in range(len(outer)) if place != axis]
     code(f"const int64_t blocks = ({width} + FLOATS - 1) / FLOATS, units = rows / {width} * blocks;")
-    with code.block(
-        "for (int64_t u = shard_begin(units, thread, threads); u < shard_begin(units, thread + 1, threads); ++u)"
-    ):
+    with shared_units(code, "units"):
         code(f"int64_t rest = u / blocks;\nconst int64_t i{axis} = u % blocks * FLOATS;")
         for place in reversed(others):
             code(f"const int64_t i{place} = rest % ({loop.context.dim(outer[place])});")

@@ -118,6 +118,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         m.flat = {int(kernel.flat)}, m.rows = {schedule.tile_rows};
         m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
+        m.shares = r->shares;
     """)
     _tiles(code, context, plan, kernel)
     if kernel.transforms:

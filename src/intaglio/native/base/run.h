@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "base/pool.h"
+#include "base/sharing.h"
 
 // Arguments of one call of the program. `external` are the caller's tensors; each has five `strides`, in elements,
 // outermost axis first (batch, channel, row and column of an image).
@@ -22,6 +23,7 @@ struct Run {
     int32_t* outside;      // set to 1 if an id is not a row of its table
     int64_t* clipped;      // clipped values: the sum, then one count per checked range; null: not counted
     const uint8_t* grows;  // 1 for each external tensor with memory for new values behind it; null: none has
+    struct Share* shares;  // of the threads; null: each computes its own part of every step
 };
 
 // A function with the body of several steps, of which the compiler must not make copies for each of them.

@@ -74,6 +74,7 @@ LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, in
         matmul(&one, thread, threads);
         return;
     }
+    struct Share* const shares = threads > w->sharers ? 0 : m->shares;
     if (threads > w->sharers) threads = (int)w->sharers;
     if (thread >= threads || !pixels) return;
     int8_t* const expanded = (int8_t*)(w->scratch + thread * w->scratch_bytes);
@@ -82,16 +83,19 @@ LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, in
     const int64_t chunks = (total * m->rows * m->tile.a_pixel + CHUNK_BYTES - 1) / CHUNK_BYTES;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t begin = total * chunk / chunks, some = total * (chunk + 1) / chunks - begin;
-        const int64_t last = first_unit(m, some, thread + 1, threads);
-        for (int64_t unit = first_unit(m, some, thread, threads); unit < last;) {
-            const int64_t panel = unit / some, first = unit % some,
-                          end = first + (last - unit) < some ? first + (last - unit) : some;
-            const int64_t channels =
-                __builtin_popcountll((unsigned long long)(panel == m->panels - 1 ? m->last_mask : m->mask));
-            expand_int4((const uint8_t*)m->tile.b + panel * m->panel_bytes, m->tile.run * 4 / INT4_CHANNELS,
-                        (channels + 15) / 16, expanded);
-            matmul_span(&one, panel, begin + first, begin + end, tiles, width);
-            unit += end - first;
+        struct Sharing s = enter_step(shares, nanoseconds_of(m, some * m->rows, 0), thread, threads);
+        while (next_piece(&s)) {
+            const int64_t own = first_unit(m, some, s.owner, threads), end = first_unit(m, some, s.owner + 1, threads),
+                          last = piece_end(&s, own, end, some);
+            for (int64_t unit = piece_begin(&s, own, end, some); unit < last;) {
+                const int64_t panel = unit / some, first = unit % some, count = at_most(last - unit, some - first);
+                const int64_t channels =
+                    __builtin_popcountll((unsigned long long)(panel == m->panels - 1 ? m->last_mask : m->mask));
+                expand_int4((const uint8_t*)m->tile.b + panel * m->panel_bytes, m->tile.run * 4 / INT4_CHANNELS,
+                            (channels + 15) / 16, expanded);
+                matmul_span(&one, panel, begin + first, begin + first + count, tiles, width);
+                unit += count;
+            }
         }
     }
 }

@@ -132,6 +132,17 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
     }
 }
 
+// Compute tiles `unit` to `last` (exclusive), counted through all panels.
+static void multiply_units(const struct Matmul* m, int64_t unit, int64_t last, int64_t tiles, int64_t total,
+                           int64_t width) {
+    while (unit < last) {
+        const int64_t panel = unit / total, begin = unit % total;
+        const int64_t end = begin + (last - unit) < total ? begin + (last - unit) : total;
+        matmul_span(m, panel, begin, end, tiles, width);
+        unit += end - begin;
+    }
+}
+
 LIBRARY void matmul(const struct Matmul* m, int thread, int threads) {
     if (can_transform(m)) {
         matmul_transformed(m, thread, threads);
@@ -145,22 +156,25 @@ LIBRARY void matmul(const struct Matmul* m, int thread, int threads) {
     const int64_t lines = m->flat ? 1 : m->out.images * m->out.height, width = m->flat ? pixels : m->out.width;
     if (!pixels) return;
     const int64_t tiles = (width + m->rows - 1) / m->rows, total = lines * tiles;
+    struct Sharing s = enter_step(m->shares, nanoseconds_of(m, pixels, m->panels * m->panel_bytes), thread, threads);
     if (pixels < m->split_channels_below || total < threads) {
-        const int64_t last = first_unit(m, total, thread + 1, threads);
-        for (int64_t unit = first_unit(m, total, thread, threads); unit < last;) {
-            const int64_t panel = unit / total, begin = unit % total;
-            const int64_t end = begin + (last - unit) < total ? begin + (last - unit) : total;
-            matmul_span(m, panel, begin, end, tiles, width);
-            unit += end - begin;
+        while (next_piece(&s)) {
+            const int64_t begin = first_unit(m, total, s.owner, threads),
+                          end = first_unit(m, total, s.owner + 1, threads);
+            multiply_units(m, piece_begin(&s, begin, end, total), piece_end(&s, begin, end, total), tiles, total,
+                           width);
         }
         return;
     }
-    const int64_t first = shard_begin(total, thread, threads), last = shard_begin(total, thread + 1, threads);
     const int64_t bytes = (width + tiles - 1) / tiles * m->tile.a_pixel * m->stride_y;
     const int64_t chunk = m->chunk_bytes / bytes > 1 ? m->chunk_bytes / bytes : 1;
-    for (int64_t begin = first; begin < last; begin += chunk) {
-        const int64_t end = begin + chunk < last ? begin + chunk : last;
-        for (int64_t panel = 0; panel < m->panels; ++panel) matmul_span(m, panel, begin, end, tiles, width);
+    while (next_piece(&s)) {
+        const int64_t first = shard_begin(total, s.owner, threads), last = shard_begin(total, s.owner + 1, threads),
+                      spans = (last - first + chunk - 1) / chunk * m->panels;
+        for (int64_t span = piece_begin(&s, 0, spans, 1); span < piece_end(&s, 0, spans, 1); ++span) {
+            const int64_t begin = first + span / m->panels * chunk, end = begin + chunk < last ? begin + chunk : last;
+            matmul_span(m, span % m->panels, begin, end, tiles, width);
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 #include "products/epilogue.h"
 #include "base/image.h"
 #include "base/library.h"
+#include "base/sharing.h"
 
 // A convolution or linear layer. `residual` is a residual operand; `remainder` and `residual_remainder` are the
 // remainders of 16-bit results and of a 16-bit residual operand.
@@ -29,6 +30,7 @@ struct Matmul {
     struct ResultTable table;      // lookup table of the results; `look_up` may be null
     struct Activation activation;  // activation function of the results; `run` may be null
     struct Epilogue epilogue;      // `take` may be null; otherwise `out` has sizes, but no memory
+    struct Share* shares;          // of the threads, or null, see sharing.h
 };
 
 // Compute this thread's part of the layer.
@@ -68,4 +70,10 @@ static inline int64_t first_unit(const struct Matmul* m, int64_t tiles, int thre
                   wide = (m->panels - 1) * tiles;
     const int64_t at = shard_begin(wide * m->blocks + tiles * narrow, thread, threads);
     return at < wide * m->blocks ? at / m->blocks : wide + (at - wide * m->blocks) / narrow;
+}
+
+// Return how many nanoseconds one core takes for `pixels` output pixels, roughly, if it reads some bytes of weights.
+static inline int64_t nanoseconds_of(const struct Matmul* m, int64_t pixels, int64_t weight_bytes) {
+    const int64_t inputs = 4 * m->tile.run * m->tile.taps * m->tile.tap_rows, channels = 16 * m->panels * m->blocks;
+    return pixels * inputs * channels / PRODUCTS + weight_bytes / WEIGHT_BYTES;
 }

@@ -326,28 +326,35 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
 }
 
 // Compute this thread's part of the queries. A unit of work is a block of queries; each thread packs the keys and
-// values that its blocks need. With one query, heads that share keys and values are computed together.
+// values that its blocks need. With one query, heads that share keys and values are computed together. Queries of one
+// block are too little work to share.
 LIBRARY void attention(const struct Attention* a, int thread, int threads) {
+    struct Share* const shares = threads > a->sharers ? 0 : a->shares;
     if (threads > a->sharers) threads = (int)a->sharers;
     if (thread >= threads) return;
     const int64_t most = rows_of_block(&a->kernels), blocks = (a->queries + most - 1) / most,
                   total = a->batch * a->heads * blocks;
-    const int64_t end = shard_begin(total, thread + 1, threads);
+    const int64_t products = a->queries > most ? a->batch * a->heads * a->queries * a->keys * (a->depth + a->width) : 0;
+    struct Sharing pieces = enter_step(shares, 2 * products / PRODUCTS, thread, threads);
     struct AttentionScratch s = attention_scratch(a, thread);
     int64_t packed = -1, count = 1;
-    for (int64_t unit = shard_begin(total, thread, threads); unit < end; unit += count) {
-        const int64_t block = unit % blocks, head = unit / blocks % a->heads, image = unit / blocks / a->heads;
-        const int64_t pair = image * a->heads + head / a->shared;
-        if (pair != packed) pack_heads(a, &s, image, head / a->shared);
-        packed = pair;
-        struct QueryRows rows;
-        if (a->queries == 1) {
-            const int64_t sharing = a->shared - head % a->shared, left = sharing < end - unit ? sharing : end - unit;
-            count = left < most ? left : most;
-            rows = rows_of_heads(a, image, head, count);
-        } else {
-            rows = rows_of_head(a, image, head, a->queries * block / blocks, a->queries * (block + 1) / blocks);
+    while (next_piece(&pieces)) {
+        const int64_t end = first_item(&pieces, total, 1);
+        for (int64_t unit = first_item(&pieces, total, 0); unit < end; unit += count) {
+            const int64_t block = unit % blocks, head = unit / blocks % a->heads, image = unit / blocks / a->heads;
+            const int64_t pair = image * a->heads + head / a->shared;
+            if (pair != packed) pack_heads(a, &s, image, head / a->shared);
+            packed = pair;
+            struct QueryRows rows;
+            if (a->queries == 1) {
+                const int64_t sharing = a->shared - head % a->shared,
+                              left = sharing < end - unit ? sharing : end - unit;
+                count = left < most ? left : most;
+                rows = rows_of_heads(a, image, head, count);
+            } else {
+                rows = rows_of_head(a, image, head, a->queries * block / blocks, a->queries * (block + 1) / blocks);
+            }
+            attend(a, &s, &rows);
         }
-        attend(a, &s, &rows);
     }
 }

@@ -3,6 +3,7 @@
 
 #include "products/heads.h"
 #include "base/library.h"
+#include "base/sharing.h"
 
 // softmax(q k^T * scale + mask) v with quantized operands, see `attention` of numerics/attention_math.py.
 struct Attention {
@@ -17,6 +18,7 @@ struct Attention {
     struct FloatKernels kernels;
     uint8_t* scratch;  // `scratch_bytes` for each of `sharers` threads
     int64_t scratch_bytes, sharers;
+    struct Share* shares;  // of the threads, or null, see sharing.h
 };
 
 // Compute this thread's part of the queries.

@@ -170,7 +170,7 @@ LIBRARY void recurrent(const struct Recurrent* r, struct IntaglioBarrier* barrie
         if (layer) {
             const struct Image y = image(w.y_quantized, rows, 1, 1, width, 0, 0);
             const int64_t strides[] = {width, 1, 0, 0};
-            quantize_rows(w.y, strides, &y, w.y_scales, 1, thread, threads);
+            quantize_rows(w.y, strides, &y, w.y_scales, 1, 0, thread, threads);
             intaglio_barrier_wait(barrier, threads);
         } else if (r->x_alike) {
             const int64_t last = shard_begin(rows, thread + 1, threads);
