@@ -170,8 +170,8 @@ LIBRARY void matmul(const struct Matmul* m, int thread, int threads) {
     const int64_t chunk = m->chunk_bytes / bytes > 1 ? m->chunk_bytes / bytes : 1;
     while (next_piece(&s)) {
         const int64_t first = shard_begin(total, s.owner, threads), last = shard_begin(total, s.owner + 1, threads),
-                      spans = (last - first + chunk - 1) / chunk * m->panels;
-        for (int64_t span = piece_begin(&s, 0, spans, 1); span < piece_end(&s, 0, spans, 1); ++span) {
+                      spans = (last - first + chunk - 1) / chunk * m->panels, stop = piece_end(&s, 0, spans, 1);
+        for (int64_t span = piece_begin(&s, 0, spans, 1); span < stop; ++span) {
             const int64_t begin = first + span / m->panels * chunk, end = begin + chunk < last ? begin + chunk : last;
             matmul_span(m, span % m->panels, begin, end, tiles, width);
         }

@@ -13,7 +13,8 @@ LIBRARY void quantize_rows(const float* from, const int64_t* strides, const stru
     int64_t known = -1;
     struct Sharing s = enter_step(shares, alike > 1 ? 0 : rows * count / ELEMENTS, thread, threads);
     while (next_piece(&s)) {
-        for (int64_t r = first_item(&s, rows, 0); r < first_item(&s, rows, 1); ++r) {
+        const int64_t end = first_item(&s, rows, 1);
+        for (int64_t r = first_item(&s, rows, 0); r < end; ++r) {
             if (r / alike != known) {
                 known = r / alike, bits = MIN_ROW_ABSMAX;
                 for (int64_t i = known * alike; i < (known + 1) * alike; ++i) {
