@@ -86,7 +86,8 @@ TWIN = """
 EXPORT void rows(const float* from, const int64_t* strides, int64_t images, int64_t height, int64_t width,
                  int64_t pixel, int64_t alike, uint8_t* to, float* scales, int threads) {
     const struct Image out = image(to, images, height, width, pixel, 0, 0);
-    for (int thread = 0; thread < threads; ++thread) quantize_rows(from, strides, &out, scales, alike, thread, threads);
+    for (int thread = 0; thread < threads; ++thread)
+        quantize_rows(from, strides, &out, scales, alike, 0, thread, threads);
 }
 """
 
