@@ -43,7 +43,7 @@ static void compute(Work* work, int step, struct Sharing* s, int slow) {
 static void body(void* context, int thread, int threads) {
     Work* work = static_cast<Work*>(context);
     for (int step = 0; step < STEPS; ++step) {
-        const int64_t nanoseconds = step % 5 == 4 ? SHORTEST : step % 3 ? LONG : 4 * SHORTEST * threads;
+        const int64_t nanoseconds = step % 5 == 4 ? SHORTEST_NS : step % 3 ? LONG : 4 * SHORTEST_NS * threads;
         if (step % 7 == 3 && !thread) {
             struct Sharing s = enter_step(work->shares, LONG, 0, 1);
             while (next_piece(&s)) ++work->alone;

@@ -165,7 +165,7 @@ def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
 @contextmanager
 def shared_units(code: Code, units: str) -> Iterator[None]:
     """Print the loop over the units of a step of ``rows`` of ``size`` elements, which threads share."""
-    code("struct Sharing sharing = enter_step(r->shares, rows * size / ELEMENTS, thread, threads);")
+    code("struct Sharing sharing = enter_step(r->shares, rows * size / ELEMENTS_PER_NS, thread, threads);")
     with code.block("while (next_piece(&sharing))"):
         code(f"const int64_t end = first_item(&sharing, {units}, 1);")
         with code.block(f"for (int64_t u = first_item(&sharing, {units}, 0); u < end; ++u)"):

@@ -1,8 +1,7 @@
 // How threads share the work of a step: each begins with its own part, piece by piece, and then takes pieces from the
 // end of the parts of threads that are behind. A core may be slower than others, or busy with another process.
 //
-// Where one of two cores has half the speed, a text of 512 tokens takes 0.65 of the time of parts that are never taken
-// over, and a token after it 0.73 (Qwen2.5-0.5B with 4-bit weights).
+// benchmarks/README.md, "Processors with AMX", has the times with a slow core and with equal ones.
 #pragma once
 
 #include <stdint.h>
@@ -10,18 +9,18 @@
 
 // What a core does in a nanosecond, roughly: products of bytes, bytes of weights that it reads, elements of a loop.
 #if defined(__AMX_INT8__)
-enum { PRODUCTS = 1000 };
+enum { PRODUCTS_PER_NS = 1000 };
 #elif defined(__AVX512VNNI__)
-enum { PRODUCTS = 300 };
+enum { PRODUCTS_PER_NS = 300 };
 #else
-enum { PRODUCTS = 100 };
+enum { PRODUCTS_PER_NS = 100 };
 #endif
-enum { WEIGHT_BYTES = 16, ELEMENTS = 4 };
+enum { WEIGHT_BYTES_PER_NS = 16, ELEMENTS_PER_NS = 4 };
 
 enum {
-    SHARERS = 64,    // threads that share steps, at most; with more, each computes its own part
-    PIECES = 16,     // of a part, at most
-    SHORTEST = 8000  // nanoseconds of a piece, at least
+    SHARERS = 64,       // threads that share steps, at most; with more, each computes its own part
+    PIECES = 16,        // of a part, at most
+    SHORTEST_NS = 8000  // nanoseconds of a piece, at least
 };
 
 // The part of one thread, in a cache line of its own. `word` is written by all threads: the number of a step in the
@@ -52,8 +51,8 @@ static inline struct Share* clear_shares(struct Share* shares, int threads) {
 // small, if `shares` is null, or if the thread runs it alone.
 static inline struct Sharing enter_step(struct Share* shares, int64_t nanoseconds, int thread, int threads) {
     struct Sharing s = {0, 0, thread, threads, 1, 0, thread, -1};
-    if (!shares || threads < 2 || nanoseconds < 2 * SHORTEST * (int64_t)threads) return s;
-    const int64_t pieces = nanoseconds / threads / SHORTEST;
+    if (!shares || threads < 2 || nanoseconds < 2 * SHORTEST_NS * (int64_t)threads) return s;
+    const int64_t pieces = nanoseconds / threads / SHORTEST_NS;
     s.shares = shares, s.pieces = (int)(pieces < PIECES ? pieces : PIECES);
     s.step = ++shares[thread].steps;
     return s;
@@ -104,8 +103,8 @@ static inline int64_t piece_end(const struct Sharing* s, int64_t first, int64_t 
     return ++next.piece == s->pieces ? last : piece_begin(&next, first, last, whole);
 }
 
-// Return the first of `total` items that threads divide evenly, and of which this piece has some; its last item
-// precedes the first one of the next piece.
+// Return the first item of the piece if the pieces of all threads divide `total` items evenly, or, for `next` 1, that
+// of the piece behind it, where this one ends.
 static inline int64_t first_item(const struct Sharing* s, int64_t total, int next) {
     return total * (s->owner * s->pieces + s->piece + next) / (s->threads * s->pieces);
 }

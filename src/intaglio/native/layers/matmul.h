@@ -75,5 +75,5 @@ static inline int64_t first_unit(const struct Matmul* m, int64_t tiles, int thre
 // Return how many nanoseconds one core takes for `pixels` output pixels, roughly, if it reads some bytes of weights.
 static inline int64_t nanoseconds_of(const struct Matmul* m, int64_t pixels, int64_t weight_bytes) {
     const int64_t inputs = 4 * m->tile.run * m->tile.taps * m->tile.tap_rows, channels = 16 * m->panels * m->blocks;
-    return pixels * inputs * channels / PRODUCTS + weight_bytes / WEIGHT_BYTES;
+    return pixels * inputs * channels / PRODUCTS_PER_NS + weight_bytes / WEIGHT_BYTES_PER_NS;
 }

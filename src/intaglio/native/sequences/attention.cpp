@@ -327,7 +327,7 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
 
 // Compute this thread's part of the queries. A unit of work is a block of queries; each thread packs the keys and
 // values that its blocks need. With one query, heads that share keys and values are computed together. Queries of one
-// block are too little work to share.
+// block are too little work to share; products of others take about twice the time of those of a layer.
 LIBRARY void attention(const struct Attention* a, int thread, int threads) {
     struct Share* const shares = threads > a->sharers ? 0 : a->shares;
     if (threads > a->sharers) threads = (int)a->sharers;
@@ -335,7 +335,7 @@ LIBRARY void attention(const struct Attention* a, int thread, int threads) {
     const int64_t most = rows_of_block(&a->kernels), blocks = (a->queries + most - 1) / most,
                   total = a->batch * a->heads * blocks;
     const int64_t products = a->queries > most ? a->batch * a->heads * a->queries * a->keys * (a->depth + a->width) : 0;
-    struct Sharing pieces = enter_step(shares, 2 * products / PRODUCTS, thread, threads);
+    struct Sharing pieces = enter_step(shares, 2 * products / PRODUCTS_PER_NS, thread, threads);
     struct AttentionScratch s = attention_scratch(a, thread);
     int64_t packed = -1, count = 1;
     while (next_piece(&pieces)) {

@@ -11,7 +11,7 @@ LIBRARY void quantize_rows(const float* from, const int64_t* strides, const stru
     const int64_t rows = out->images * out->height * out->width, count = out->pixel, stride = strides[1];
     int32_t bits = MIN_ROW_ABSMAX;
     int64_t known = -1;
-    struct Sharing s = enter_step(shares, alike > 1 ? 0 : rows * count / ELEMENTS, thread, threads);
+    struct Sharing s = enter_step(shares, alike > 1 ? 0 : rows * count / ELEMENTS_PER_NS, thread, threads);
     while (next_piece(&s)) {
         const int64_t end = first_item(&s, rows, 1);
         for (int64_t r = first_item(&s, rows, 0); r < end; ++r) {
