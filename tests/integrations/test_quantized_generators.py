@@ -1,6 +1,7 @@
 """Quantized models that generate: the cache, `generate`, folders and pipelines, against the interpreter."""
 
 import copy
+import dataclasses
 import pickle
 import re
 
@@ -121,6 +122,49 @@ def test_what_is_left_out_of_the_result_can_be_chosen():
     assert int8_model(**inputs, use_cache=False).past_key_values is None
     assert torch.equal(int8_model(**inputs, return_dict=False)[0], full.logits)
     assert type(full) is library().modeling_outputs.CausalLMOutputWithPast
+
+
+def test_the_cache_is_left_out_if_the_configuration_says_so():
+    _, int8_model, _ = quantized("llama")
+    changed, ids = copy.deepcopy(int8_model), torch.tensor([[5, 9]])
+    assert changed(ids).past_key_values is not None
+    changed.config.use_cache = False
+    assert changed(ids).past_key_values is None
+    changed.config = copy.deepcopy(int8_model.config)
+    assert changed(ids).past_key_values is not None
+
+
+def test_the_configuration_of_a_decoder_is_no_copy():
+    transformers = library()
+    from intaglio.integrations.transformers.steps.decoder_cache import decoder_config
+
+    for kind in (transformers.LlamaConfig, transformers.T5Config, transformers.WhisperConfig):
+        config = kind()
+        assert decoder_config(config) is config
+    composite = transformers.LlavaConfig()
+    assert decoder_config(composite) is composite.text_config
+
+
+def test_results_are_those_that_the_library_makes():
+    transformers = library()
+    from intaglio.integrations.transformers.steps.decoder_runs import new_output
+
+    outputs, initialized = transformers.modeling_outputs, []
+
+    @dataclasses.dataclass
+    class Checked(outputs.CausalLMOutput):
+        def __post_init__(self):
+            super().__post_init__()
+            initialized.append(self)
+
+    values = {"logits": torch.ones(1, 2), "loss": torch.ones(1)}
+    for kind in (outputs.CausalLMOutput, outputs.CausalLMOutputWithPast, outputs.Seq2SeqLMOutput, Checked):
+        found, expected = new_output(kind, values), kind(**values)
+        assert type(found) is kind
+        assert list(found.items()) == list(expected.items())
+        assert vars(found) == vars(expected)
+        assert [*map(id, found.to_tuple())] == [*map(id, expected.to_tuple())]
+    assert len(initialized) == 2
 
 
 @pytest.mark.parametrize("kept", [1, 2, 0, 50, torch.tensor([5]), torch.tensor([0, -1, 3, 0])], ids=str)

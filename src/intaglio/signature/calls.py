@@ -10,7 +10,7 @@ import torch
 from intaglio import numerics
 from intaglio.argument_checks import WITHOUT_CYCLES, nesting_problem
 from intaglio.errors import InputError
-from intaglio.ir import Dim, DType, Expression, QParams, Signature, evaluate, solve, symbols_of
+from intaglio.ir import Dim, DType, Expression, Input, QParams, Signature, evaluate, solve, symbols_of
 from intaglio.signature.tensor_checks import (
     PLAIN_TENSORS,
     TO_DENSE_ON_CPU,
@@ -146,24 +146,28 @@ def dims_of(
     check_tensors(signature, leaves, byte_inputs)
     if in_memory:
         check_memory(signature, leaves)
+    return match_shapes(signature, [leaf.shape for leaf in leaves])
+
+
+def match_shapes(signature: Signature, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Return the sizes of the dynamic dimensions in a call whose inputs have these shapes.
+
+    Raises:
+        InputError: a shape does not fit the captured type, or a dynamic dimension is out of its range.
+    """
     symbols: dict[str, int] = {}
     matched: dict[Any, Any] = {}  # the keys and values of all layers have one type
-    for entry, value in zip(signature.inputs, leaves, strict=True):
+    for entry, given in zip(signature.inputs, shapes, strict=True):
         shape, known = entry.type.shape, len(symbols)
-        if matched.get(shape) == value.shape:
+        if matched.get(shape) == given:
             continue
-        sizes = zip(shape, value.shape, strict=False)
-        if value.dim() != len(shape) or not all(match_size(dim, size, symbols) for dim, size in sizes):
-            problem = f"its shape is {list(value.shape)}; the model takes {_shape_text(shape)}"
-            raise InputError(f"input '{entry.name}'", None, problem, remedy=SHAPE_REMEDY)
+        sizes = zip(shape, given, strict=False)
+        if len(given) != len(shape) or not all(match_size(dim, size, symbols) for dim, size in sizes):
+            raise _input_error(entry, _shape_problem(given, shape), SHAPE_REMEDY)
         if len(symbols) > known and (limits := _range_violation(signature, symbols)) is not None:
-            raise InputError(
-                f"input '{entry.name}'",
-                None,
-                f"its shape is {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
-                remedy="split, pad or crop the input to such a size",
-            )
-        matched[shape] = value.shape
+            remedy = "split, pad or crop the input to such a size"
+            raise _input_error(entry, f"{_shape_problem(given, shape)} with {limits}", remedy)
+        matched[shape] = given
     return symbols
 
 
@@ -171,21 +175,19 @@ def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Coll
     """Raise `InputError` unless every leaf is a dense CPU tensor of the captured element type. Shapes are not
     checked."""
     for index, (entry, value) in enumerate(zip(signature.inputs, leaves, strict=True)):
-        where = f"input '{entry.name}'"
+        dtype = entry.type.dtype
         if not isinstance(value, torch.Tensor):
             remedy = "convert the array with torch.from_numpy" if hasattr(value, "__array__") else None
-            raise InputError(
-                where, None, f"it is of type {type(value).__name__}; the model takes a tensor here", remedy=remedy
-            )
-        allowed = (entry.type.dtype, DType.U8) if index in byte_inputs else (entry.type.dtype,)
-        if DTYPES.get(value.dtype) not in allowed:
-            remedy = f"convert it with .to({TORCH_DTYPES.get(entry.type.dtype, entry.type.dtype)})"
+            raise _input_error(entry, f"it is of type {type(value).__name__}; the model takes a tensor here", remedy)
+        if (given := DTYPES.get(value.dtype)) is not dtype and not (given is DType.U8 and index in byte_inputs):
+            remedy = f"convert it with .to({TORCH_DTYPES.get(dtype, dtype)})"
             if value.dtype is torch.uint8:
                 remedy += ", or quantize with input=intaglio.Image(mean, std) for a model that takes uint8 images"
+            allowed = (dtype, DType.U8) if index in byte_inputs else (dtype,)
             expected = " or ".join(str(TORCH_DTYPES.get(one, one)) for one in allowed)
-            raise InputError(where, None, f"its data type is {value.dtype}; the model takes {expected}", remedy=remedy)
-        if (problem := unsupported_reason(value)) is not None:
-            raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
+            raise _input_error(entry, f"its data type is {value.dtype}; the model takes {expected}", remedy)
+        if (reason := unsupported_reason(value)) is not None:
+            raise _input_error(entry, reason, TO_DENSE_ON_CPU)
 
 
 def check_memory(signature: Signature, leaves: Sequence[torch.Tensor]) -> None:
@@ -205,8 +207,12 @@ def check_memory(signature: Signature, leaves: Sequence[torch.Tensor]) -> None:
         _check_updates(signature, leaves)
 
 
-def _shape_text(shape: Sequence[Any]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
+def _input_error(entry: Input, problem: str, remedy: str | None) -> InputError:
+    return InputError(f"input '{entry.name}'", None, problem, remedy=remedy)
+
+
+def _shape_problem(given: Sequence[int], shape: Sequence[Dim]) -> str:
+    return f"its shape is {list(given)}; the model takes [{', '.join(map(str, shape))}]"
 
 
 def _range_violation(signature: Signature, symbols: Mapping[str, int]) -> str | None:

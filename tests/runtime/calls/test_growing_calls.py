@@ -8,7 +8,7 @@ import torch
 from intaglio import build
 from intaglio.errors import InputError
 from intaglio.runtime.calls import call_plans, growing_calls
-from intaglio.runtime.calls.growing_calls import GrowingCalls, can_grow
+from intaglio.runtime.calls.growing_calls import EarlierTokens, GrowingCalls, can_grow
 from support.growing_programs import GROWN, cached_attention, one_head
 from support.matmul_library import RUNNABLE_ISAS
 from support.programs import assert_same_bits, built, compiled
@@ -47,10 +47,20 @@ def test_steps_have_the_bits_of_the_interpreter(program, heads, isa, threads, mo
             inputs = drawn(images, new, step, heads)
             before = [tensor[:, :, :start].clone() for tensor in block]
             expected, *grown = lowered(*inputs, *before)
-            assert_same_bits(calls.run(model, inputs, [block], [start]), expected)
+            assert_same_bits(calls.run(model, inputs, [EarlierTokens(block, 0, start)]), expected)
             for tensor, old, added in zip(block, before, grown, strict=True):
                 assert torch.equal(tensor[:, :, : start + new], torch.cat([old, added], 2))
             start += new
+
+
+def test_a_call_reads_and_writes_from_the_first_token_that_it_is_told():
+    model, calls = made()
+    block, inputs = memory(2), drawn(2, 3, 0)
+    before = block.clone()
+    expected, *grown = model(*inputs, *block[:, :, :, 7:16])
+    assert_same_bits(calls.run(model, inputs, [EarlierTokens(block, 7, 9)]), expected)
+    before[:, :, :, 16:19] = torch.stack(grown)
+    assert torch.equal(block, before)
 
 
 def test_the_program_itself_writes_behind_the_earlier_values(monkeypatch):
@@ -58,7 +68,7 @@ def test_the_program_itself_writes_behind_the_earlier_values(monkeypatch):
     monkeypatch.setattr(growing_calls, "_append", lambda *rest: None)
     block, inputs = memory(2), drawn(2, 3, 0)
     _, *grown = model(*inputs, *block[:, :, :, :9])
-    calls.run(model, inputs, [block], [9])
+    calls.run(model, inputs, [EarlierTokens(block, 0, 9)])
     for tensor, added in zip(block, grown, strict=True):
         assert torch.equal(tensor[:, :, 9:12], added)
 
@@ -75,7 +85,7 @@ def test_other_numbers_of_earlier_tokens_share_a_plan():
     model, calls = made()
     block = memory(1)
     for start in range(1, 80):
-        calls.run(model, drawn(1, 1, start), [block], [start])
+        calls.run(model, drawn(1, 1, start), [EarlierTokens(block, 0, start)])
     assert len(calls._plans) == 2
 
 
@@ -85,7 +95,9 @@ def test_concurrent_calls_have_frames_of_their_own():
 
     def steps(seed: int) -> list[torch.Tensor]:
         block = blocks[seed].clone()
-        return [calls.run(model, drawn(1, 1, 10 * seed + start), [block], [start]) for start in range(30)]
+        return [
+            calls.run(model, drawn(1, 1, 10 * seed + start), [EarlierTokens(block, 0, start)]) for start in range(30)
+        ]
 
     expected = [steps(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
@@ -93,12 +105,13 @@ def test_concurrent_calls_have_frames_of_their_own():
             assert all(map(torch.equal, found, one))
 
 
-def test_a_block_without_room_is_refused_before_anything_is_written():
+@pytest.mark.parametrize("first", [0, 50])
+def test_a_block_without_room_is_refused_before_anything_is_written(first):
     model, calls = made()
     block = memory(2)
     before = block.clone()
     with pytest.raises(ValueError, match="room for 96 tokens"):
-        calls.run(model, drawn(2, 3, 0), [block], [94])
+        calls.run(model, drawn(2, 3, 0), [EarlierTokens(block, first, 94 - first)])
     assert torch.equal(block, before)
 
 
@@ -107,9 +120,9 @@ def test_wrong_inputs_are_refused_with_their_names():
     block = memory(2)
     doubled = [inputs.double() if i == 1 else inputs for i, inputs in enumerate(drawn(2, 1, 0))]
     with pytest.raises(InputError, match="input 'x1'"):
-        calls.run(model, doubled, [block], [4])
+        calls.run(model, doubled, [EarlierTokens(block, 0, 4)])
     with pytest.raises(InputError, match="its shape is"):
-        calls.run(model, drawn(3, 1, 0), [block], [4])
+        calls.run(model, drawn(3, 1, 0), [EarlierTokens(block, 0, 4)])
 
 
 def test_programs_with_other_inputs_cannot_grow():

@@ -167,7 +167,7 @@ def steps_of_generate(model: PreTrainedModel, call: Call) -> list[Use]:
 def without_cache(quantized: QuantizedTransformer) -> None:
     """Let a model without a cache generate without one: every step computes all tokens again."""
     if isinstance(quantized, GenerationMixin):
-        quantized.config.get_text_config(decoder=True).use_cache = False
+        decoder_cache.decoder_config(quantized.config).use_cache = False
     if quantized.generation_config is not None:
         quantized.generation_config.use_cache = False
 

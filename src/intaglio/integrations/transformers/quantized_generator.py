@@ -29,9 +29,11 @@ from intaglio.integrations.transformers.saved_generators import write_generator
 from intaglio.integrations.transformers.steps import decoder_cache
 from intaglio.integrations.transformers.steps.cached_steps import LOGITS_TO_KEEP, StepNames, names_of
 from intaglio.integrations.transformers.steps.calibration_calls import UserCalls
+from intaglio.integrations.transformers.steps.decoder_cache import decoder_config
 from intaglio.integrations.transformers.steps.decoder_runs import (
     PAST_OF_ENCODER,
     inputs_after,
+    new_output,
     output_class,
     run_tokens,
 )
@@ -67,6 +69,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
     """
 
     programs: nn.ModuleDict
+    _found_config: tuple[Any, Any] = None, None  # a configuration, and the part of it that is the decoder's
 
     def __init__(self, programs: Mapping[str, QuantizedModel], listed: ProgramList) -> None:
         nn.Module.__init__(self)
@@ -89,10 +92,10 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         """
         given = {name: value for name, value in self.named_arguments(args, kwargs).items() if value is not None}
         if (use_cache := given.pop("use_cache", None)) is None:
-            use_cache = self.config.get_text_config(decoder=True).use_cache
+            use_cache = self._decoder_config().use_cache
         as_tuple, kept = given.pop("return_dict", True) is False, given.pop(LOGITS_TO_KEEP, 0)
-        cache_name, has_encoder = decoder_cache.cache_name(given), ENCODER in self.programs
-        windows = windows_of_program(self.programs[DECODER], self.config)
+        cache_name, programs = decoder_cache.cache_name(given), self.programs
+        windows, has_encoder = windows_of_program(programs[DECODER], self.config), ENCODER in programs
         config = self.config if windows else None
         cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(has_encoder, config)
         extra: dict[str, Any] = {}
@@ -103,8 +106,15 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         result_class, cache_name = output_class(cast(Any, self.float_class))
         if use_cache and cache_name:
             extra[cache_name] = cache
-        result = result_class(logits=logits, **extra)
+        result = new_output(result_class, {"logits": logits, **extra})
         return result.to_tuple() if as_tuple else result
+
+    def _decoder_config(self) -> PreTrainedConfig:
+        """Return the configuration of the decoder, which takes the library long to find."""
+        known, found = self._found_config
+        if known is not self.config:
+            known, found = self._found_config = self.config, decoder_config(self.config)
+        return found
 
     def _step(
         self, given: dict[str, Any], cache: Cache, windows: Mapping[int, int], hidden: Tensor | None, kept: Any

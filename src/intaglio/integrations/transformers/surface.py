@@ -135,7 +135,7 @@ def kept_tokens(length: int, kept: Any) -> torch.Tensor:
     """
     if isinstance(kept, int):
         found = range(length)[-kept if kept else 0 :]
-        return torch.arange(found.start, found.stop)
+        return torch.arange(found.start, found.stop, device="cpu")
     if isinstance(kept, torch.Tensor) and kept.dim() == 1 and kept.dtype in (torch.int64, torch.int32):
         indices = kept.long()
         if ((-length <= indices) & (indices < length)).all():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -20,7 +20,7 @@ import torch
 from intaglio.errors import InputError
 from intaglio.ir import Dim, External, Graph, evaluator
 from intaglio.ops import needs
-from intaglio.runtime.artifact import Artifact, CallLayout, RunArguments
+from intaglio.runtime.artifact import Artifact, CallLayout, CInt64, RunArguments
 from intaglio.runtime.calls import threads
 from intaglio.runtime.reports.clipping import RangeCounts
 from intaglio.signature import TORCH_DTYPES
@@ -106,6 +106,10 @@ class Frame:
             self.alignment_offset = -start % 64
             self.run.arena = start + self.alignment_offset
         self.run.dims, self.run.offsets, self.layout = layout.dims, layout.offsets, layout
+
+    def set_dims(self, sizes: Sequence[int]) -> None:
+        """Set the sizes of the dynamic dimensions, which may be smaller than those of the layout."""
+        self.run.dims = (CInt64 * len(sizes))(*sizes)
 
     def take_clipped(self) -> list[int] | None:
         """Return the number of clipped elements of every checked value and reset it; ``None`` if all are 0."""
@@ -243,7 +247,8 @@ class ExternalInput:
             raise InputError(
                 f"%{self.value}", None, problem, remedy="do not change the data types of the float parts of the model"
             )
-        tensor = tensor.resolve_neg()
+        if tensor.is_neg():
+            tensor = tensor.resolve_neg()
         if self.external.dense:
             return _dense_as(self.external, tensor)
         return tensor if self.strided or tensor.dim() < 5 else tensor.contiguous()
@@ -252,7 +257,7 @@ class ExternalInput:
 def _dense_as(external: External, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without gaps in the layout of an entry, without a copy if it has that layout already."""
     if not external.is_image:
-        return tensor.contiguous()
+        return tensor if tensor.is_contiguous() else tensor.contiguous()
     last = tensor.movedim(1, -1)
     if tensor.dtype == torch.float32 and last.shape[-1] <= MAX_INTERLEAVED_CHANNELS and not last.is_contiguous():
         return _interleaved(last).movedim(-1, 1)

@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from intaglio.errors import INDEX_OUT_OF_RANGE
 from intaglio.ir import Dim, DType, External, Input, symbols_of
-from intaglio.runtime.artifact import CallLayout, CInt64
+from intaglio.runtime.artifact import CInt64
 from intaglio.runtime.calls.call_plans import CallPlan, Frame, SizeEvaluator, with_memory_errors
 from intaglio.runtime.calls.segment_values import AXES_OF_IMAGES, segments_of
-from intaglio.signature import TORCH_DTYPES, dims_of
+from intaglio.signature import TORCH_DTYPES, check_memory, check_tensors, match_shapes
 from intaglio.torch_private import foreach_copy
 
 if TYPE_CHECKING:
@@ -73,6 +73,31 @@ class _Group:
     results: tuple[_Results, ...]
     dtype: torch.dtype
     grows: bool
+
+
+class EarlierTokens(NamedTuple):
+    """Tokens in one block of memory that a call reads.
+
+    Attributes:
+        memory: [tensors, batch, heads, capacity, size], of which the call may write what is behind the tokens it reads.
+        first: position of the first token that it reads.
+        length: number of tokens that it reads.
+    """
+
+    memory: Tensor
+    first: int
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of each tensor that the call reads."""
+        _, batch, heads, _, size = self.memory.shape
+        return batch, heads, self.length, size
+
+    @property
+    def address(self) -> int:
+        """Return the address of the first element that the call reads."""
+        return self.memory.data_ptr() + self.first * self.memory.stride(1 + TOKENS) * self.memory.itemsize
 
 
 class _Tables:
@@ -128,7 +153,8 @@ class GrowingCalls:
         self.groups, self.dtypes = [one.places for one in self._groups], [one.dtype for one in self._groups]
         others = [position for position in range(len(graph.inputs)) if position not in set(grown)]
         first = [entries[group.places[0]] for group in self._groups]
-        self._signature = replace(signature, inputs=(*(signature.inputs[position] for position in others), *first))
+        self._others = replace(signature, inputs=tuple(signature.inputs[position] for position in others))
+        self._signature = replace(signature, inputs=(*self._others.inputs, *first))
         (segment,) = segments_of(program.artifact.program, graph.outputs, ())
         place_of = {graph.inputs[position]: place for place, position in enumerate(others)}
         self._read = [(entry, place_of[entry.value]) for entry in segment.read if entry.value in place_of]
@@ -140,27 +166,27 @@ class GrowingCalls:
         self._frames: list[_Tables] = []
 
     @with_memory_errors
-    def run(
-        self, program: ProgramModule, inputs: Sequence[Tensor], blocks: Sequence[Tensor], held: Sequence[int]
-    ) -> Tensor:
+    def run(self, program: ProgramModule, inputs: Sequence[Tensor], earlier: Sequence[EarlierTokens]) -> Tensor:
         """Run a call, write the new values behind the earlier ones, and return the first result.
 
         Args:
             program: the program, which counts clipped values.
             inputs: the other inputs, in the order of the signature.
-            blocks: memory of each group, [tensors, batch, heads, capacity, size], with room for the new tokens.
-            held: number of earlier tokens at the beginning of each of them.
+            earlier: what it reads from the block of each group, with room for the new tokens behind it.
 
         Raises:
             InputError: an input does not fit the program.
             IndexError: a token is not in the vocabulary.
         """
-        earlier = [block[0].narrow(TOKENS, 0, count) for block, count in zip(blocks, held, strict=True)]
-        symbols = dims_of(self._signature, [*inputs, *earlier])
+        check_tensors(self._others, inputs)
+        check_memory(self._others, inputs)
+        symbols = match_shapes(self._signature, [*(x.shape for x in inputs), *(one.shape for one in earlier)])
         plan = self._plan_for(symbols)
         tables = self._idle_tables()
         frame = tables.frame
-        frame.apply_layout(self._layout(plan, symbols))
+        if frame.layout is not plan.layout:
+            frame.apply_layout(plan.layout)
+        frame.set_dims([symbols[name] for name in self.artifact.program.symbols])
         sizes, strides = plan.outputs[self._result]
         result = torch.empty_strided(sizes, strides, dtype=self._result_dtype, device="cpu")
         frame.external[self._result_index] = result.data_ptr()
@@ -168,13 +194,13 @@ class GrowingCalls:
         for entry, place in self._read:
             kept.append(entry.prepared(inputs[place]))
             frame.set_input(entry.index, kept[-1])
-        self._set_blocks(tables, plan, blocks, held)
+        self._set_blocks(tables, plan, earlier)
         self.artifact.run(frame.run, 0, plan.thread_counts(torch.get_num_threads())[0])
         if frame.out_of_range.value:  # the frame is dropped, not reused
             raise IndexError(INDEX_OUT_OF_RANGE)
-        for group, block, parts, count in zip(self._groups, blocks, tables.new, held, strict=True):
+        for group, one, parts in zip(self._groups, earlier, tables.new, strict=True):
             if not group.grows:
-                _append(group, block, parts, count)
+                _append(group, one, parts)
         if clipped := frame.take_clipped():
             program.range_counts(symbols).note(clipped)
         if len(self._frames) < MAX_FRAMES:
@@ -188,14 +214,14 @@ class GrowingCalls:
         except IndexError:
             return _Tables(Frame(self.artifact), self._sizes.externals)
 
-    def _set_blocks(self, tables: _Tables, plan: CallPlan, blocks: Sequence[Tensor], held: Sequence[int]) -> None:
+    def _set_blocks(self, tables: _Tables, plan: CallPlan, earlier: Sequence[EarlierTokens]) -> None:
         """Set the addresses of the tensors of blocks and of their new values, if the frame has others."""
-        at = [(block.data_ptr(), block.stride()) for block in blocks]
+        at = [(one.address, one.memory.stride()) for one in earlier]
         if tables.blocks != at:
-            for group, block in zip(self._groups, blocks, strict=True):
-                step = block.stride(0) * block.itemsize
-                tables.external[group.entries] = block.data_ptr() + np.arange(len(group.places)) * step
-                tables.strides[group.entries, :AXES] = block.stride()[1:]
+            for group, one, (address, strides) in zip(self._groups, earlier, at, strict=True):
+                step = strides[0] * one.memory.itemsize
+                tables.external[group.entries] = address + np.arange(len(group.places)) * step
+                tables.strides[group.entries, :AXES] = strides[1:]
             tables.blocks = at
         sizes = [plan.outputs[part.first] for group in self._groups for part in group.results]
         if tables.sizes != sizes:
@@ -203,9 +229,9 @@ class GrowingCalls:
                 [_memory_of(tables, plan, part, group.dtype) for part in group.results] for group in self._groups
             ]
             tables.sizes = sizes
-        for block, (new, *_), count in zip(blocks, tables.new, held, strict=True):
-            if count + new.shape[1 + TOKENS] > block.shape[1 + TOKENS]:
-                raise ValueError(f"a block has room for {block.shape[1 + TOKENS]} tokens, but the call needs more")
+        for (memory, first, length), (new, *_) in zip(earlier, tables.new, strict=True):
+            if first + length + new.shape[1 + TOKENS] > memory.shape[1 + TOKENS]:
+                raise ValueError(f"a block has room for {memory.shape[1 + TOKENS]} tokens, but the call needs more")
 
     def _plan_for(self, symbols: Mapping[str, int]) -> CallPlan:
         """Return a plan for these sizes, whose numbers of earlier tokens may be larger."""
@@ -225,11 +251,6 @@ class GrowingCalls:
                     self._plans.popitem(last=False)
         return found
 
-    def _layout(self, plan: CallPlan, symbols: Mapping[str, int]) -> CallLayout:
-        """Return the layout of a plan with the sizes of a call."""
-        names = self.artifact.program.symbols
-        return replace(plan.layout, dims=(CInt64 * len(names))(*[symbols[name] for name in names]))
-
 
 def _memory_of(tables: _Tables, plan: CallPlan, part: _Results, dtype: torch.dtype) -> Tensor:
     """Return memory for new values, and set their addresses."""
@@ -240,9 +261,9 @@ def _memory_of(tables: _Tables, plan: CallPlan, part: _Results, dtype: torch.dty
     return new
 
 
-def _append(group: _Group, block: Tensor, parts: Sequence[Tensor], start: int) -> None:
-    """Copy new values behind the first ``start`` tokens of a block."""
-    free = block.narrow(1 + TOKENS, start, parts[0].shape[1 + TOKENS])
+def _append(group: _Group, earlier: EarlierTokens, parts: Sequence[Tensor]) -> None:
+    """Copy new values behind the earlier tokens."""
+    free = earlier.memory.narrow(1 + TOKENS, earlier.first + earlier.length, parts[0].shape[1 + TOKENS])
     if len(parts) == 1:
         free.copy_(parts[0])
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from intaglio.runtime.calls.growing_calls import TOKENS
+from intaglio.runtime.calls.growing_calls import TOKENS, EarlierTokens
 from intaglio.torch_private import foreach_copy
 
 GROWTH, LEAST_ROOM = 1.25, 64
@@ -58,12 +58,11 @@ class Block:
             before = self.memory.narrow(1 + TOKENS, self.first, held).unbind()
             self.memory, self.first = Block.of(self.places, before, self.kept, new).memory, 0
 
-    def last(self, tokens: int, read: int | None) -> tuple[Tensor, int]:
-        """Return memory that begins with the tokens that a program reads, the last ones, and the number of these."""
+    def last(self, tokens: int, read: int | None) -> EarlierTokens:
+        """Return the tokens that a program reads, the last ones."""
         held = self.held(tokens)
         count = held if read is None else min(held, read)
-        first = self.first + held - count
-        return self.memory.narrow(1 + TOKENS, first, self.memory.shape[1 + TOKENS] - first), count
+        return EarlierTokens(self.memory, self.first + held - count, count)
 
 
 @dataclass

@@ -46,21 +46,24 @@ def padded_positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).masked_fill(mask == 0, 0)
 
 
-def own_positions(numbering: Numbering, tokens: Tensor, mask: Tensor) -> Tensor:
+def own_positions(numbering: Numbering, tokens: Tensor, start: int, mask: Tensor | None) -> Tensor:
     """Return the positions of tokens in a call without positions, int64 [batch, new].
 
     Args:
         numbering: how they are computed.
         tokens: the new tokens [batch, new].
-        mask: padding mask of earlier and new tokens [batch, earlier + new].
+        start: number of earlier tokens.
+        mask: padding mask of earlier and new tokens [batch, start + new]; ``None`` if none of them is padding.
 
     Raises:
         InputError: it is not known how they are computed.
     """
-    start = mask.shape[1] - tokens.shape[1]
+    if numbering == "mask" and mask is None:
+        numbering = "tokens"
     if numbering == "tokens":
-        return torch.arange(start, mask.shape[1]).expand(tokens.shape[:2])
+        return torch.arange(start, start + tokens.shape[1], device="cpu").expand(tokens.shape[:2])
     if numbering == "mask":
+        assert mask is not None
         return padded_positions(mask)[:, start:]
     if numbering is None:
         problem = "it has no positions, which the float model computes in a way that is not known"

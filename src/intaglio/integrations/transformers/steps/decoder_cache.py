@@ -39,6 +39,15 @@ def cache_name(names: Iterable[str]) -> str | None:
     return next((name for name in CACHE_NAMES if name in known), None)
 
 
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the part of a model's configuration that is for its decoder, or all of it.
+
+    `get_text_config` copies the configurations of encoder-decoders that have no such part.
+    """
+    found: PreTrainedConfig = config.get_text_config(decoder=True)
+    return found if any(found is part for part in vars(config).values()) else config
+
+
 def unsupported_layer(config: PreTrainedConfig) -> str | None:
     """Return the kind of the first layer whose cache does not consist of keys and values, or ``None``."""
     layers = layers_of(DynamicCache(config=config.get_text_config(decoder=True)))
@@ -185,13 +194,12 @@ def keep_cross_attention(cache: EncoderDecoderCache, new: list[tuple[Tensor, Ten
     cache.is_updated.update(dict.fromkeys(range(len(new)), True))
 
 
-def padding_mask(mask: Any, batch: int, length: int, new: int, name: str) -> Tensor:
-    """Return the padding mask of all tokens, [batch, length], int64.
+def padding_mask(mask: Any, length: int, new: int, name: str) -> Tensor | None:
+    """Return the padding mask of all tokens, [batch, length], int64, or ``None`` for calls without one.
 
     Args:
         mask: the mask of a call: ``None``, [batch, length], or a causal one of four axes as `generate` makes for static
             caches, true or 0 where attention is allowed, alone or among those of other kinds of layers.
-        batch: batch size.
         length: number of tokens, the past included.
         new: number of new tokens, the last ones.
         name: name of the argument.
@@ -202,7 +210,7 @@ def padding_mask(mask: Any, batch: int, length: int, new: int, name: str) -> Ten
     if isinstance(mask, Mapping) and ALL_TOKENS in mask:
         mask = mask[ALL_TOKENS]
     if mask is None:
-        return torch.ones(batch, length, dtype=torch.long)
+        return None
     if not isinstance(mask, Tensor):
         problem = f"it is a {type(mask).__name__}, which may have other masks than that of a padded batch"
         raise InputError(f"argument '{name}'", None, problem, remedy="pass a mask of shape [batch, length]")

@@ -9,6 +9,7 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -46,14 +47,17 @@ def inputs_after(start: int, given: dict[str, Any], names: StepNames, numbering:
     tokens = given.pop(names.tokens, None)
     if tokens is None:
         raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
-    length, mask_name = start + tokens.shape[1], names.mask or "attention_mask"
-    padding = given.pop(mask_name, None)
-    mask = decoder_cache.padding_mask(padding, tokens.shape[0], length, tokens.shape[1], mask_name)
-    inputs = {"tokens": tokens, "mask": mask[:, start:], "past_mask": mask[:, :start]}
+    batch, new, mask_name = tokens.shape[0], tokens.shape[1], names.mask or "attention_mask"
+    mask = decoder_cache.padding_mask(given.pop(mask_name, None), start + new, new, mask_name)
+    if mask is None:
+        own, past = (torch.ones(batch, length, dtype=torch.long, device="cpu") for length in (new, start))
+    else:
+        own, past = mask.narrow(1, start, new), mask.narrow(1, 0, start)
+    inputs = {"tokens": tokens, "mask": own, "past_mask": past}
     if names.positions:
         positions = given.pop(names.positions, None)
         if positions is None:
-            positions = own_positions(numbering, tokens, mask)
+            positions = own_positions(numbering, tokens, start, mask)
         inputs["positions"] = expanded_positions(positions, tokens)
     return inputs
 
@@ -75,7 +79,7 @@ def run_tokens(
         windows: layers of which the program reads the last tokens only: index -> number of these.
         cross: keys and values of cross-attention, of every layer of an encoder-decoder.
     """
-    if not cross and runs_now(program) and can_divide(inputs["tokens"].shape[1], cache):
+    if not cross and can_divide(inputs["tokens"].shape[1], cache) and runs_now(program):
         return run_pieces(functools.partial(_run, program, cache, windows, cross), inputs, cache)
     return _run(program, cache, windows, cross, inputs)
 
@@ -94,6 +98,21 @@ def _run(
     logits, new = run_step(program, inputs, past, cross)
     decoder_cache.append(cache, new, windows)
     return logits
+
+
+def new_output(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Return an object of a class of results with these fields, and ``None`` in the others.
+
+    The library's initialization, which looks at every field several times, takes three times as long.
+    """
+    if kind.__post_init__ is not ModelOutput.__post_init__:
+        return kind(**values)
+    names, result = [field.name for field in fields(kind)], kind.__new__(kind)
+    vars(result).update(dict.fromkeys(names))
+    for name in names:
+        if values.get(name) is not None:
+            result[name] = values[name]  # an attribute, too
+    return result
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def numbering_of(model: PreTrainedModel, names: StepNames, call: Mapping[str, An
             own = output_of(model(**shared))[kept]
             for numbering in ("tokens", "mask", padding_id):
                 if numbering is not None:
-                    positions = own_positions(numbering, tokens, mask)
+                    positions = own_positions(numbering, tokens, 0, mask)
                     other = output_of(model(**shared, **{names.positions: positions}))[kept]
                     if (own - other).abs().max() <= CLOSE * own.abs().max():
                         return numbering

@@ -155,8 +155,8 @@ def run_growing_step(
     others: dict[str | int, Tensor] = dict(enumerate(tensors_of(cross), len(known.types[1])))
     others.update(inputs)
     given = [others[one] for one in known.order if one in others]
-    read = [block.last(memory.tokens, windows.get(block.places[0] // 2)) for block in memory.blocks]
-    logits = calls.run(program, given, [one for one, _ in read], [count for _, count in read])
+    earlier = [block.last(memory.tokens, windows.get(block.places[0] // 2)) for block in memory.blocks]
+    logits = calls.run(program, given, earlier)
     memory.count(inputs["tokens"].shape[1])
     return logits
 
