@@ -83,6 +83,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
         code(f"p.table = {context.result_table(table)};")
     _kernels(code, "p", tiles, context)
     _scratch(code, "p", partition.output, context)
+    code("p.shares = r->shares;")
     code("product(&p, thread, threads);")
     if partition.epilogue is not None:
         fill_frames(code, partition.epilogue, context)

@@ -47,6 +47,7 @@ def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
     code(f"q.rows = {context.dim(numel(shape[:-1]))}, q.inputs = {inputs}, q.outputs = {context.dim(shape[-1])};")
     if not ends:
         parts = sum(len(constants[name]) for name in steps)
+        code("q.shares = r->shares;")
         code(f"float_linear<{parts}, {element}>(&q, thread, threads);")
         return
     at, (step,) = context.strided(ends[0])

@@ -74,6 +74,7 @@ def _emit_depthwise(
     if returns_float:
         behind = epilogue(partition, context, CHANNELS) if partition.epilogue else _stored(partition.output, context)
         code(f"d.epilogue = {behind};")
+    code("d.shares = r->shares;")
     code(f"{function}(&d, thread, threads);")
 
 

@@ -75,13 +75,17 @@ static inline int64_t concurrent_batch_tiles(int64_t batch, int64_t each) {
 }
 
 // Batch tiling: run the tiled steps on all images. As long as there is a sub-batch for every thread, each thread runs
-// its own sub-batches and waits for none of the others; all threads run the remaining images together.
+// its own sub-batches, and then those of threads that are behind; all threads run the remaining images together.
 static inline void run_batch_tiles(const struct Run* r, RunBatchTile run_tile, int64_t batch, int64_t each, int thread,
                                    int threads) {
     const int64_t slots = concurrent_batch_tiles(batch, each), own = threads <= slots ? batch / (each * threads) : 0;
-    for (int64_t i = 0; i < own; ++i) {
-        const struct SubBatch sub_batch = {(thread * own + i) * each, each, thread, 1};
-        run_tile(r, &sub_batch, 0, 1);
+    struct Sharing s = enter_pieces(r->shares, own, thread, threads);
+    while (own && next_piece(&s)) {
+        const int64_t end = first_item(&s, threads * own, 1);
+        for (int64_t i = first_item(&s, threads * own, 0); i < end; ++i) {
+            const struct SubBatch sub_batch = {i * each, each, thread, 1};
+            run_tile(r, &sub_batch, 0, 1);
+        }
     }
     if (own) intaglio_barrier_wait(r->barrier, threads);
     for (int64_t first = threads * own * each; first < batch; first += slots * each) {

@@ -7,7 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
-// What a core does in a nanosecond, roughly: products of bytes, bytes of weights that it reads, elements of a loop.
+// What a core does in a nanosecond, roughly: products of bytes, those of a depthwise convolution, products of floats,
+// bytes of weights that it reads, elements of a loop.
 #if defined(__AMX_INT8__)
 enum { PRODUCTS_PER_NS = 1000 };
 #elif defined(__AVX512VNNI__)
@@ -15,7 +16,12 @@ enum { PRODUCTS_PER_NS = 300 };
 #else
 enum { PRODUCTS_PER_NS = 100 };
 #endif
-enum { WEIGHT_BYTES_PER_NS = 16, ELEMENTS_PER_NS = 4 };
+#if defined(__AVX512VNNI__)
+enum { DEPTHWISE_PRODUCTS_PER_NS = 150 };
+#else
+enum { DEPTHWISE_PRODUCTS_PER_NS = 50 };
+#endif
+enum { FLOAT_PRODUCTS_PER_NS = 16, WEIGHT_BYTES_PER_NS = 16, ELEMENTS_PER_NS = 4 };
 
 enum {
     SHARERS = 64,       // threads that share steps, at most; with more, each computes its own part
@@ -47,15 +53,19 @@ static inline struct Share* clear_shares(struct Share* shares, int threads) {
     return shares;
 }
 
-// Enter a step that takes one core about `nanoseconds`; all threads pass the same number. They share nothing if it is
-// small, if `shares` is null, or if the thread runs it alone.
-static inline struct Sharing enter_step(struct Share* shares, int64_t nanoseconds, int thread, int threads) {
+// Enter a step of which the part of each thread has this many pieces; all threads pass the same number. They share
+// nothing if it is 1 or less, if `shares` is null, or if the thread runs the step alone.
+static inline struct Sharing enter_pieces(struct Share* shares, int64_t pieces, int thread, int threads) {
     struct Sharing s = {0, 0, thread, threads, 1, 0, thread, -1};
-    if (!shares || threads < 2 || nanoseconds < 2 * SHORTEST_NS * (int64_t)threads) return s;
-    const int64_t pieces = nanoseconds / threads / SHORTEST_NS;
+    if (!shares || threads < 2 || pieces < 2) return s;
     s.shares = shares, s.pieces = (int)(pieces < PIECES ? pieces : PIECES);
     s.step = ++shares[thread].steps;
     return s;
+}
+
+// Enter a step that takes one core about `nanoseconds`; all threads pass the same number.
+static inline struct Sharing enter_step(struct Share* shares, int64_t nanoseconds, int thread, int threads) {
+    return enter_pieces(shares, nanoseconds / threads / SHORTEST_NS, thread, threads);
 }
 
 // Return how many pieces of a part are not taken.

@@ -20,6 +20,7 @@ struct Depthwise {
     struct Activation activation;                       // activation function of the results; `run` may be null
     struct Epilogue epilogue;   // of float32 results; `take` may be null; otherwise `out` has sizes, but no memory
     struct DepthwiseTile tile;  // all fields that are the same in every call of a kernel
+    struct Share* shares;       // of the threads; null: each computes its own part
 };
 
 // Compute `tiles` neighbouring tiles of `rows` by `columns` output pixels each, and advance `t` past them. `pixel` is
@@ -53,35 +54,39 @@ static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTi
 
 // Compute this thread's part of the convolution. All blocks of channels of some rows come before the next rows, whose
 // lines overlap; or all rows of a block before the next block, if the lines of all blocks exceed the first-level cache.
-static inline void depthwise(const struct Depthwise* d, int thread, int threads) {
+static inline __attribute__((always_inline)) void depthwise(const struct Depthwise* d, int thread, int threads) {
     enum { CHANNELS = 64 };
     const int64_t groups = (d->out.height + d->rows - 1) / d->rows,
                   tiles = (d->out.width + d->columns - 1) / d->columns;
     const int64_t units_of_image = groups * d->blocks, units = d->out.images * units_of_image;
     if (!tiles) return;
     const int64_t least = d->out.width / tiles, longer = d->out.width % tiles;  // columns; tiles with one more
-    const int64_t begin = shard_begin(units, thread, threads), end = shard_begin(units, thread + 1, threads);
     struct DepthwiseTile t = d->tile;
     t.pixel = d->in.pixel, t.line = d->dilation_y * d->in.line;
     const int64_t inner = d->rows_inside ? groups : d->blocks, outer = d->rows_inside ? d->blocks : groups;
-    for (int64_t u = begin; u < end; ++u) {
-        const int64_t i = u % inner, o = u / inner % outer, n = u / units_of_image;
-        const int64_t block = d->rows_inside ? o : i, group = d->rows_inside ? i : o;
-        const int64_t y = group * d->out.height / groups, rows = (group + 1) * d->out.height / groups - y;
-        const int last = block == d->blocks - 1;
-        const DepthwiseKernel* kernels = (last ? d->last_kernels : d->kernels) + (rows - 1) * d->columns - 1;
-        const int64_t pixel = (n * d->out.height + y) * d->out.width, channel = block * CHANNELS;
-        t.weights = d->tile.weights + block * d->block_bytes;
-        t.bias = d->tile.bias + channel, t.factor = d->tile.factor + channel;
-        t.mask = last ? d->last_mask : d->tile.mask;
-        t.in = at(&d->in, n, y * d->stride_y - d->top, -d->left) + channel;
-        t.out = at(&d->out, n, y, 0) + channel;
-        t.out_pixel = d->out.pixel, t.out_line = d->out.line;
-        if (longer) depthwise_tiles(d, &t, kernels[least + 1], rows, least + 1, longer, pixel, channel);
-        depthwise_tiles(d, &t, kernels[least], rows, least, tiles - longer, pixel + longer * (least + 1), channel);
-        for (int64_t row = y; d->table.look_up && row < y + rows; ++row)
-            d->table.look_up(at(&d->out, n, row, 0) + channel, d->out.width, d->out.pixel, __builtin_popcountll(t.mask),
-                             d->table.entries);
+    const int64_t products = units * d->out.width * d->block_bytes;
+    struct Sharing s = enter_step(d->shares, products / DEPTHWISE_PRODUCTS_PER_NS, thread, threads);
+    while (next_piece(&s)) {
+        const int64_t end = first_item(&s, units, 1);
+        for (int64_t u = first_item(&s, units, 0); u < end; ++u) {
+            const int64_t i = u % inner, o = u / inner % outer, n = u / units_of_image;
+            const int64_t block = d->rows_inside ? o : i, group = d->rows_inside ? i : o;
+            const int64_t y = group * d->out.height / groups, rows = (group + 1) * d->out.height / groups - y;
+            const int last = block == d->blocks - 1;
+            const DepthwiseKernel* kernels = (last ? d->last_kernels : d->kernels) + (rows - 1) * d->columns - 1;
+            const int64_t pixel = (n * d->out.height + y) * d->out.width, channel = block * CHANNELS;
+            t.weights = d->tile.weights + block * d->block_bytes;
+            t.bias = d->tile.bias + channel, t.factor = d->tile.factor + channel;
+            t.mask = last ? d->last_mask : d->tile.mask;
+            t.in = at(&d->in, n, y * d->stride_y - d->top, -d->left) + channel;
+            t.out = at(&d->out, n, y, 0) + channel;
+            t.out_pixel = d->out.pixel, t.out_line = d->out.line;
+            if (longer) depthwise_tiles(d, &t, kernels[least + 1], rows, least + 1, longer, pixel, channel);
+            depthwise_tiles(d, &t, kernels[least], rows, least, tiles - longer, pixel + longer * (least + 1), channel);
+            for (int64_t row = y; d->table.look_up && row < y + rows; ++row)
+                d->table.look_up(at(&d->out, n, row, 0) + channel, d->out.width, d->out.pixel,
+                                 __builtin_popcountll(t.mask), d->table.entries);
+        }
     }
 }
 
@@ -97,55 +102,70 @@ struct DepthwisePlain {
     struct ResultTable table;      // lookup table of the results; `look_up` may be null
     struct Activation activation;  // activation function of the results; `run` may be null
     struct Epilogue epilogue;      // of float32 results, as in `Depthwise`
+    struct Share* shares;
 };
+
+// Enter the step of a convolution whose lines threads share.
+static inline struct Sharing enter_lines(const struct DepthwisePlain* d, int thread, int threads) {
+    const int64_t products = d->out.images * d->out.height * d->out.width * d->in.pixel * d->taps_y * d->taps_x;
+    return enter_step(d->shares, products / DEPTHWISE_PRODUCTS_PER_NS, thread, threads);
+}
 
 #if defined(__AVX2__)
 #include "layers/depthwise_vectors.h"
 #endif
 
+// Compute a line of results in loops over 64 channels at a time.
+static inline void depthwise_plain_line(const struct DepthwisePlain* d, int64_t r) {
+    enum { CHANNELS = 64 };
+    const int64_t channels = d->in.pixel;
+    const struct Limits* q = d->limits;
+    const int64_t n = r / d->out.height, y = r % d->out.height;
+    for (int64_t x = 0; x < d->out.width; ++x)
+        for (int64_t c = 0; c < channels; c += CHANNELS) {
+            const int64_t lanes = channels - c < CHANNELS ? channels - c : CHANNELS;
+            int32_t sum[CHANNELS];
+            for (int64_t l = 0; l < lanes; ++l) sum[l] = d->bias[c + l];
+            for (int64_t ky = 0; ky < d->taps_y; ++ky)
+                for (int64_t kx = 0; kx < d->taps_x; ++kx) {
+                    const uint8_t* in = at(&d->in, n, y * d->stride_y - d->top + ky * d->dilation_y,
+                                           x * d->stride_x - d->left + kx * d->dilation_x) +
+                                        c;
+                    const int8_t* w = d->weights + (ky * d->taps_x + kx) * channels + c;
+                    if (lanes == CHANNELS)
+                        for (int l = 0; l < CHANNELS; ++l) sum[l] += (int16_t)(in[l] * w[l]);
+                    else
+                        for (int64_t l = 0; l < lanes; ++l) sum[l] += in[l] * w[l];
+                }
+            uint8_t* out = at(&d->out, n, y, x) + c;
+            if (d->activation.run || d->epilogue.take) {
+                float real[CHANNELS] = {0};
+                for (int64_t l = 0; l < lanes; ++l) real[l] = (float)sum[l] * d->factor[c + l];
+                if (d->activation.run)
+                    d->activation.run(&d->activation, real, CHANNELS, 1, out, 0, lanes);
+                else
+                    d->epilogue.take(d->epilogue.run, (uint8_t*)real, 0, r * d->out.width + x, 1, c, lanes);
+            } else {
+                for (int64_t l = 0; l < lanes; ++l)
+                    out[l] = (uint8_t)requantize(sum[l], d->factor[c + l], q->zero_point, q->low, q->high);
+            }
+            if (d->table.look_up) d->table.look_up(out, 1, 0, lanes, d->table.entries);
+        }
+}
+
 // Compute this thread's part of the convolution.
 static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, int threads) {
-    enum { CHANNELS = 64 };
-    const int64_t channels = d->in.pixel, lines = d->out.images * d->out.height;
-    const struct Limits* q = d->limits;
+    const int64_t lines = d->out.images * d->out.height;
 #if defined(__AVX2__)
     if (d->taps_y * d->taps_x <= MOST_TAPS) {
         depthwise_lines<PixelsOfTaps>(d, thread, threads);
         return;
     }
 #endif
-    for (int64_t r = shard_begin(lines, thread, threads); r < shard_begin(lines, thread + 1, threads); ++r) {
-        const int64_t n = r / d->out.height, y = r % d->out.height;
-        for (int64_t x = 0; x < d->out.width; ++x)
-            for (int64_t c = 0; c < channels; c += CHANNELS) {
-                const int64_t lanes = channels - c < CHANNELS ? channels - c : CHANNELS;
-                int32_t sum[CHANNELS];
-                for (int64_t l = 0; l < lanes; ++l) sum[l] = d->bias[c + l];
-                for (int64_t ky = 0; ky < d->taps_y; ++ky)
-                    for (int64_t kx = 0; kx < d->taps_x; ++kx) {
-                        const uint8_t* in = at(&d->in, n, y * d->stride_y - d->top + ky * d->dilation_y,
-                                               x * d->stride_x - d->left + kx * d->dilation_x) +
-                                            c;
-                        const int8_t* w = d->weights + (ky * d->taps_x + kx) * channels + c;
-                        if (lanes == CHANNELS)
-                            for (int l = 0; l < CHANNELS; ++l) sum[l] += (int16_t)(in[l] * w[l]);
-                        else
-                            for (int64_t l = 0; l < lanes; ++l) sum[l] += in[l] * w[l];
-                    }
-                uint8_t* out = at(&d->out, n, y, x) + c;
-                if (d->activation.run || d->epilogue.take) {
-                    float real[CHANNELS] = {0};
-                    for (int64_t l = 0; l < lanes; ++l) real[l] = (float)sum[l] * d->factor[c + l];
-                    if (d->activation.run)
-                        d->activation.run(&d->activation, real, CHANNELS, 1, out, 0, lanes);
-                    else
-                        d->epilogue.take(d->epilogue.run, (uint8_t*)real, 0, r * d->out.width + x, 1, c, lanes);
-                } else {
-                    for (int64_t l = 0; l < lanes; ++l)
-                        out[l] = (uint8_t)requantize(sum[l], d->factor[c + l], q->zero_point, q->low, q->high);
-                }
-                if (d->table.look_up) d->table.look_up(out, 1, 0, lanes, d->table.entries);
-            }
+    struct Sharing s = enter_lines(d, thread, threads);
+    while (next_piece(&s)) {
+        const int64_t end = first_item(&s, lines, 1);
+        for (int64_t r = first_item(&s, lines, 0); r < end; ++r) depthwise_plain_line(d, r);
     }
 }
 

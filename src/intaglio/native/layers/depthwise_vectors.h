@@ -279,16 +279,19 @@ struct PixelsOfColumns {
 // before the next ones, so that the input stays in the first-level cache.
 template <typename Pixels>
 static inline void depthwise_lines(const struct DepthwisePlain* d, int thread, int threads) {
-    const int64_t lines = d->out.images * d->out.height, begin = shard_begin(lines, thread, threads),
-                  end = shard_begin(lines, thread + 1, threads);
+    const int64_t lines = d->out.images * d->out.height;
     const int64_t line_bytes = d->in.width * CACHED_CHANNELS * d->stride_y, fitting = CACHED_BYTES / line_bytes,
                   band = fitting > 1 ? fitting : 1;
     Pixels pixels(d);
-    for (int64_t first = begin; first < end; first += band)
-        for (int64_t c = 0; c < d->in.pixel; c += BLOCK_CHANNELS) {
-            const struct ChannelBlock block = channel_block(d, c);
-            pixels.take(d, &block);
-            for (int64_t r = first; r < end && r < first + band; ++r)
-                depthwise_line(d, &block, r / d->out.height, r % d->out.height, &pixels);
-        }
+    struct Sharing s = enter_lines(d, thread, threads);
+    while (next_piece(&s)) {
+        const int64_t end = first_item(&s, lines, 1);
+        for (int64_t first = first_item(&s, lines, 0); first < end; first += band)
+            for (int64_t c = 0; c < d->in.pixel; c += BLOCK_CHANNELS) {
+                const struct ChannelBlock block = channel_block(d, c);
+                pixels.take(d, &block);
+                for (int64_t r = first; r < end && r < first + band; ++r)
+                    depthwise_line(d, &block, r / d->out.height, r % d->out.height, &pixels);
+            }
+    }
 }

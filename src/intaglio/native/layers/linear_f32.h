@@ -20,6 +20,7 @@ struct FloatLinear {
     const float* steps;  // [panel][group of inputs][scale, offset][PANEL_F32]
     float* y;
     int64_t rows, inputs, outputs, group;
+    struct Share* shares;  // of the threads; null: each computes its own part
 };
 
 // Convert int8 weights to float32.
@@ -113,11 +114,16 @@ static inline void float_rows(const struct FloatLinear* q, int64_t row, int64_t 
 template <int STEPS, typename Element>
 static inline void float_linear(const struct FloatLinear* q, int thread, int threads) {
     const int64_t blocks = (q->rows + BLOCK - 1) / BLOCK, units = blocks * ((q->outputs + PANEL_F32 - 1) / PANEL_F32);
-    for (int64_t unit = shard_begin(units, thread, threads); unit < shard_begin(units, thread + 1, threads); ++unit) {
-        const int64_t first = unit % blocks * BLOCK, last = first + BLOCK < q->rows ? first + BLOCK : q->rows;
-        for (int64_t row = first; row < last; row += TALLEST)
-            float_rows<TALLEST, STEPS, Element>(q, row, last - row < TALLEST ? last - row : (int64_t)TALLEST,
-                                                unit / blocks * PANEL_F32);
+    const int64_t products = q->rows * q->inputs * q->outputs;
+    struct Sharing s = enter_step(q->shares, products / FLOAT_PRODUCTS_PER_NS, thread, threads);
+    while (next_piece(&s)) {
+        const int64_t end = first_item(&s, units, 1);
+        for (int64_t unit = first_item(&s, units, 0); unit < end; ++unit) {
+            const int64_t first = unit % blocks * BLOCK, last = first + BLOCK < q->rows ? first + BLOCK : q->rows;
+            for (int64_t row = first; row < last; row += TALLEST)
+                float_rows<TALLEST, STEPS, Element>(q, row, last - row < TALLEST ? last - row : (int64_t)TALLEST,
+                                                    unit / blocks * PANEL_F32);
+        }
     }
 }
 

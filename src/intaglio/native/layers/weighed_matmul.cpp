@@ -19,19 +19,23 @@ LIBRARY void matmul_weighed(struct Matmul* m, const struct Pair* weighed, int th
     if ((pixels < m->split_channels_below || tiles < threads) && pixels * pixel <= WEIGHED_BYTES) {
         if (first_unit(m, tiles, thread, threads) == first_unit(m, tiles, thread + 1, threads)) return;
         weigh_pixels(weighed, 0, pixels, made);
-        m->in.base = made;
+        m->in.base = made, m->shares = 0;  // threads without a panel have returned
         matmul(m, thread, threads);
         return;
     }
-    const int64_t first = shard_begin(tiles, thread, threads), last = shard_begin(tiles, thread + 1, threads);
-    const int64_t most = WEIGHED_BYTES / ((least + (longer > 0)) * pixel), chunks = (last - first + most - 1) / most;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t begin = first + chunk * (last - first) / chunks,
-                      end = first + (chunk + 1) * (last - first) / chunks;
-        const int64_t x = begin * least + (begin < longer ? begin : longer),
-                      stop = end * least + (end < longer ? end : longer);
-        weigh_pixels(weighed, x, stop - x, made);
-        m->in.base = made - x * pixel;
-        for (int64_t panel = 0; panel < m->panels; ++panel) matmul_span(m, panel, begin, end, tiles, pixels);
+    struct Sharing s = enter_step(m->shares, nanoseconds_of(m, pixels, m->panels * m->panel_bytes), thread, threads);
+    while (next_piece(&s)) {
+        const int64_t first = first_item(&s, tiles, 0), last = first_item(&s, tiles, 1);
+        const int64_t most = WEIGHED_BYTES / ((least + (longer > 0)) * pixel),
+                      chunks = (last - first + most - 1) / most;
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+            const int64_t begin = first + chunk * (last - first) / chunks,
+                          end = first + (chunk + 1) * (last - first) / chunks;
+            const int64_t x = begin * least + (begin < longer ? begin : longer),
+                          stop = end * least + (end < longer ? end : longer);
+            weigh_pixels(weighed, x, stop - x, made);
+            m->in.base = made - x * pixel;
+            for (int64_t panel = 0; panel < m->panels; ++panel) matmul_span(m, panel, begin, end, tiles, pixels);
+        }
     }
 }

@@ -59,32 +59,35 @@ LIBRARY void matmul_widened(const struct Matmul* m, int thread, int threads) {
     // This thread computes the tiles from `start` of panel `low` to `stop` (exclusive) of panel `high`. Of the panels
     // between them it computes all tiles, or those from `start` to `stop` if threads divide pixels.
     const int shares_panels = pixels < m->split_channels_below || total < threads;
-    int64_t low = 0, high = m->panels - 1, start, stop;
+    int64_t low = 0, high = m->panels - 1, start = 0, stop = 0;
     if (shares_panels) {
         const int64_t first = first_unit(m, total, thread, threads), last = first_unit(m, total, thread + 1, threads);
         if (first == last) return;
         low = first / total, high = (last - 1) / total, start = first % total, stop = (last - 1) % total + 1;
-    } else {
-        start = shard_begin(total, thread, threads), stop = shard_begin(total, thread + 1, threads);
     }
-    const int64_t begin = shares_panels && low < high ? 0 : start, end = shares_panels && low < high ? total : stop;
     uint64_t widened[WIDENED_BYTES / 4] __attribute__((aligned(64)));
     struct Matmul w = *m;
     w.kernels = m->widened_kernels, w.last_kernels = m->widened_last_kernels, w.first_channel = 0;
     w.in.pixel *= 2, w.in.line *= 2, w.in.image *= 2;
     w.tile.a_pixel *= 2, w.tile.a_row *= 2, w.tile.a_tap *= 2;
     const int64_t most = at_most(m->chunk_bytes / 2, WIDENED_BYTES);
-    for (int64_t first = begin, last; first < end; first = last) {
-        last = end;
-        while (last - first > 1 && input_of(m, first, last, tiles, width).bytes > most) last -= (last - first) / 2;
-        const struct Extent of = input_of(m, first, last, tiles, width);
-        widen(of.from, of.bytes, widened);
-        uint8_t* const base = (uint8_t*)widened - 2 * (of.from - m->in.base);
-        for (int64_t panel = low; panel <= high; ++panel) {
-            const int64_t from = panel == low ? at_least(first, start) : first,
-                          to = panel == high ? at_most(last, stop) : last;
-            w.in.base = base + (m->first_channel ? 2 * m->first_channel[panel] : 0);
-            if (from < to) matmul_span(&w, panel, from, to, tiles, width);
+    struct Share* const shares = shares_panels ? 0 : m->shares;
+    struct Sharing s = enter_step(shares, nanoseconds_of(m, pixels, 0), thread, threads);
+    while (next_piece(&s)) {
+        if (!shares_panels) start = first_item(&s, total, 0), stop = first_item(&s, total, 1);
+        const int64_t begin = shares_panels && low < high ? 0 : start, end = shares_panels && low < high ? total : stop;
+        for (int64_t first = begin, last; first < end; first = last) {
+            last = end;
+            while (last - first > 1 && input_of(m, first, last, tiles, width).bytes > most) last -= (last - first) / 2;
+            const struct Extent of = input_of(m, first, last, tiles, width);
+            widen(of.from, of.bytes, widened);
+            uint8_t* const base = (uint8_t*)widened - 2 * (of.from - m->in.base);
+            for (int64_t panel = low; panel <= high; ++panel) {
+                const int64_t from = panel == low ? at_least(first, start) : first,
+                              to = panel == high ? at_most(last, stop) : last;
+                w.in.base = base + (m->first_channel ? 2 * m->first_channel[panel] : 0);
+                if (from < to) matmul_span(&w, panel, from, to, tiles, width);
+            }
         }
     }
 }

@@ -164,8 +164,6 @@ LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads)
     const int64_t lines = m->out.images * per_image, width = m->out.width;
     const int64_t tiles = (width + m->rows - 1) / m->rows, tallest = (width + tiles - 1) / tiles;
     const int shares_panels = m->out.images * m->out.height * width < m->split_channels_below || lines < threads;
-    const int64_t begin = shares_panels ? 0 : shard_begin(lines, thread, threads),
-                  end = shares_panels ? lines : shard_begin(lines, thread + 1, threads);
     const int64_t low = shares_panels ? shard_begin(m->panels, thread, threads) : 0,
                   high = shares_panels ? shard_begin(m->panels, thread + 1, threads) : m->panels;
     if (low == high) return;
@@ -178,14 +176,21 @@ LIBRARY void matmul_transformed(const struct Matmul* m, int thread, int threads)
     w.stride_y = 1, w.top = w.left = 0;
     w.in.pixel = w.tile.a_pixel = PANEL_CHANNELS * sizeof(int32_t), w.in.image = 0;
     struct Chunk s = {};
-    for (int64_t line = begin; line < end; line += s.lines) {
-        s.image = line / per_image, s.line = line % per_image;
-        s.lines = at_most(at_most(some, end - line), per_image - s.line);
-        for (int64_t part = 0; part < parts; ++part) {
-            s.begin = shard_begin(tiles, part, parts), s.end = shard_begin(tiles, part + 1, parts);
-            s.column = pixel_of_tile(s.begin, tiles, width) / 2;
-            s.across = (pixel_of_tile(s.end, tiles, width) + 1) / 2 - s.column;
-            compute_chunk(m, &w, &s, low, high, tiles, &scratch);
+    struct Share* const shares = shares_panels ? 0 : m->shares;
+    struct Sharing pieces = enter_step(shares, nanoseconds_of(m, lines * 2 * width, 0), thread, threads);
+    while (next_piece(&pieces)) {
+        const int64_t first = shares_panels ? 0 : shard_begin(lines, pieces.owner, threads),
+                      last = shares_panels ? lines : shard_begin(lines, pieces.owner + 1, threads);
+        const int64_t end = piece_end(&pieces, first, last, some);
+        for (int64_t line = piece_begin(&pieces, first, last, some); line < end; line += s.lines) {
+            s.image = line / per_image, s.line = line % per_image;
+            s.lines = at_most(at_most(some, end - line), per_image - s.line);
+            for (int64_t part = 0; part < parts; ++part) {
+                s.begin = shard_begin(tiles, part, parts), s.end = shard_begin(tiles, part + 1, parts);
+                s.column = pixel_of_tile(s.begin, tiles, width) / 2;
+                s.across = (pixel_of_tile(s.end, tiles, width) + 1) / 2 - s.column;
+                compute_chunk(m, &w, &s, low, high, tiles, &scratch);
+            }
         }
     }
 }

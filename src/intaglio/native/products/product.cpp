@@ -38,6 +38,7 @@ static __attribute__((noinline)) void multiply_rows(const struct Product* p, con
 }
 
 LIBRARY void product(const struct Product* p, int thread, int threads) {
+    struct Share* const shares = threads > p->sharers ? 0 : p->shares;
     if (threads > p->sharers) threads = (int)p->sharers;
     if (thread >= threads) return;
     const int64_t most = rows_of_block(&p->kernels), blocks = (p->rows + most - 1) / most,
@@ -45,18 +46,23 @@ LIBRARY void product(const struct Product* p, int thread, int threads) {
     int8_t* packed = (int8_t*)(p->scratch + thread * p->scratch_bytes);
     int32_t* terms = (int32_t*)(packed + (p->columns + PANEL - 1) / PANEL * PANEL * ((p->depth + 3) / 4 * 4));
     const uint8_t* of = 0;
-    for (int64_t unit = shard_begin(total, thread, threads); unit < shard_begin(total, thread + 1, threads); ++unit) {
-        const int64_t block = unit % blocks, head = unit / blocks % p->heads, image = unit / blocks / p->heads;
-        const struct Operand o = {p->b + image * p->b_batch + head * p->b_head, p->depth_stride, p->column_stride,
-                                  p->depth, p->columns};
-        if (o.base != of) {
-            pack_operand(&o, p->kernels.blocks, packed);
-            column_terms(&o, p->kernels.blocks, packed, p->zero_a, terms);
+    const int64_t products = p->batch * p->heads * p->rows * p->columns * p->depth;
+    struct Sharing s = enter_step(shares, products / PRODUCTS_PER_NS, thread, threads);
+    while (next_piece(&s)) {
+        const int64_t end = first_item(&s, total, 1);
+        for (int64_t unit = first_item(&s, total, 0); unit < end; ++unit) {
+            const int64_t block = unit % blocks, head = unit / blocks % p->heads, image = unit / blocks / p->heads;
+            const struct Operand o = {p->b + image * p->b_batch + head * p->b_head, p->depth_stride, p->column_stride,
+                                      p->depth, p->columns};
+            if (o.base != of) {
+                pack_operand(&o, p->kernels.blocks, packed);
+                column_terms(&o, p->kernels.blocks, packed, p->zero_a, terms);
+            }
+            of = o.base;
+            const int64_t first = p->rows * block / blocks, last = p->rows * (block + 1) / blocks;
+            multiply_rows(p, &o, packed, terms, head_of(&p->a, image, head) + first * p->a.row,
+                          head_of(&p->out, image, head) + first * p->out.row,
+                          (image * p->heads + head) * p->rows + first, last - first);
         }
-        of = o.base;
-        const int64_t first = p->rows * block / blocks, last = p->rows * (block + 1) / blocks;
-        multiply_rows(p, &o, packed, terms, head_of(&p->a, image, head) + first * p->a.row,
-                      head_of(&p->out, image, head) + first * p->out.row, (image * p->heads + head) * p->rows + first,
-                      last - first);
     }
 }

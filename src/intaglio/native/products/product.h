@@ -20,6 +20,7 @@ struct Product {
     uint8_t* scratch;
     int64_t scratch_bytes, sharers;  // bytes per thread; number of threads that have scratch memory
     struct Epilogue epilogue;        // `take` may be null; otherwise `out` is not written
+    struct Share* shares;            // of the threads; null: each computes its own part
 };
 
 // Compute this thread's part of the product.
