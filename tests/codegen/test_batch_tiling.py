@@ -36,7 +36,7 @@ from support.slow_params import slow_params_except
 def with_tiling(lowered: Lowered, model: QuantizedModel, tiling: BatchTiling) -> QuantizedModel:
     """The same model with this batch tiling."""
     isa = ISAS[model.artifact.program.isa]
-    program = emit(schedule_plan(plan_graph(lowered.graph), isa, CACHES, batch_tiling=tiling), "tiling")
+    program = emit(schedule_plan(plan_graph(lowered.graph), isa, CACHES, batch_tiling=tiling), "tiling").packed()
     changed = copy.deepcopy(model)
     changed.artifact = build_artifact(program)
     return changed
@@ -192,7 +192,7 @@ def test_a_batch_of_one_tile_has_static_offsets():
     planned = schedule_plan(
         plan_graph(built(residual)[1].graph), ISAS[RUNNABLE_ISAS[0]], CACHES, batch_tiling=BatchTiling("n", 4, 2)
     )
-    arena, layout = planned.arena(), build_artifact(emit(planned, "offsets")).plan(sizes(2))
+    arena, layout = planned.arena(), build_artifact(emit(planned, "offsets").packed()).plan(sizes(2))
     assert arena.tile
     assert arena.outside
     offsets = arena.offsets(planned.buffers, sizes(2))
@@ -210,7 +210,7 @@ def test_batch_tiling_needs_less_memory():
     net = Net()
     planned = plan_graph(net.graph(tower(net)))
     programs = [
-        emit(schedule_plan(planned, ISAS[RUNNABLE_ISAS[0]], caches), "tower")
+        emit(schedule_plan(planned, ISAS[RUNNABLE_ISAS[0]], caches), "tower").packed()
         for caches in (CacheSizes(l2=1 << 16), CacheSizes())
     ]
     batch = sizes(16 * len(os.sched_getaffinity(0)))
@@ -228,7 +228,6 @@ def test_step_times_of_all_batch_tiles_are_added():
 
 def test_the_text_of_a_plan_shows_batch_tiling(golden):
     net = Net()
-    source = emit(
-        schedule_plan(plan_graph(net.graph(tower(net))), ISAS["portable"], CacheSizes(l2=1 << 16)), "tower"
-    ).source
+    plan = schedule_plan(plan_graph(net.graph(tower(net))), ISAS["portable"], CacheSizes(l2=1 << 16))
+    source = emit(plan, "tower").text.source
     golden(source[source.index("// Steps of the first") :])

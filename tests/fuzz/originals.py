@@ -186,7 +186,7 @@ def _schedules(lowered: Lowered) -> Text:
             read = cache.load(geometry)
         if read is None:
             return "ignored"
-        emit(schedule_plan(plan, isa, sizes, {value: read}), "model")
+        emit(schedule_plan(plan, isa, sizes, {value: read}), "model").packed()
         return "used"
 
     return Text("schedule", json.dumps(entry).encode(), _change_json, use)

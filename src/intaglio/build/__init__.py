@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from intaglio.build.planned import Planned
 from intaglio.build.scheduled_plan import plan_text_of, scheduled_plan
-from intaglio.build.stored_programs import print_program, program_of_file
+from intaglio.build.stored_programs import print_program, program_of_file, program_of_library
 from intaglio.errors import ArtifactError, BuildError, did_you_mean
 from intaglio.ir import Graph, Program, Schedule, graph_text
 from intaglio.kernels import ISAS
@@ -38,7 +38,6 @@ from intaglio.runtime import (
     loops_in,
     open_artifact,
 )
-from intaglio.runtime.artifact import program_key
 from intaglio.runtime.calls.call_plans import NewShapePolicy
 from intaglio.runtime.saved.archive import Contents, read
 from intaglio.runtime.saved.model_file import REBUILT_STAGES
@@ -73,8 +72,8 @@ def compile(
     here, *others = isas_to_build(isa)
     general, name = plan_graph(lowered.graph), lowered.model_info.name
     planned = Planned(lowered, scheduled_plan(general, here, schedules))
-    artifact = build_artifact(print_program(planned.plan, name))
-    libraries = {other: build_library(print_program(scheduled_plan(general, other), name)) for other in others}
+    artifact = build_artifact(print_program(planned.plan, name).packed())
+    libraries = {other: build_library(print_program(scheduled_plan(general, other), name).text) for other in others}
     return _compiled(planned, artifact, libraries, isa, {here: dict(schedules)} if schedules else {})
 
 
@@ -84,7 +83,7 @@ def compile_planned(planned: Planned) -> QuantizedModel:
     Raises:
         BuildError: Compilation fails.
     """
-    program = print_program(planned.plan, planned.lowered.model_info.name)
+    program = print_program(planned.plan, planned.lowered.model_info.name).packed()
     return _compiled(planned, build_artifact(program), {}, planned.isa, {})
 
 
@@ -180,13 +179,9 @@ def _opened(
                     remedy="pass their records again: load(path, operators=[...])",
                 )
             check_graph(saved.graph, given)
-            tuned = saved.schedules.get(chosen)
-            if library is None:
-                program = program_of_file(saved, chosen, tuned)
-            else:
-                program = program_of_file(saved, present[0], library.schedules, library.caches)
-                if library.key != program_key(program):
-                    library, program = None, program_of_file(saved, chosen, tuned)
+            found = None if library is None else program_of_library(saved, present[0], library)
+            library = None if found is None else library
+            program = program_of_file(saved, chosen, saved.schedules.get(chosen)) if found is None else found
         except ArtifactError:
             raise
         except Exception as error:  # a file's graph can be invalid in ways that checks do not find
@@ -288,7 +283,8 @@ def _model(saved: SavedModel, artifact: Artifact, hosts: Mapping[str, OpDef]) ->
 
 def emit_for(model: QuantizedModel, isa: str) -> Program:
     """Return the model's program for another instruction set, with the schedules that it keeps for that one."""
-    return print_program(scheduled_plan(plan_graph(model.graph), isa, model.schedules.get(isa)), model.model_info.name)
+    plan = scheduled_plan(plan_graph(model.graph), isa, model.schedules.get(isa))
+    return print_program(plan, model.model_info.name).packed()
 
 
 def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
@@ -300,9 +296,9 @@ def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     check_graph(graph, hosts)
     general, name = plan_graph(graph), model.model_info.name
     isa = model.artifact.program.isa
-    artifact = build_artifact(print_program(scheduled_plan(general, isa, model.schedules.get(isa)), name))
+    artifact = build_artifact(print_program(scheduled_plan(general, isa, model.schedules.get(isa)), name).packed())
     libraries = {
-        one: build_library(print_program(scheduled_plan(general, one, model.schedules.get(one)), name))
+        one: build_library(print_program(scheduled_plan(general, one, model.schedules.get(one)), name).text)
         for one in model.libraries
     }
     kept = [stage for stage in model.model_info.texts if stage not in ("reference", *REBUILT_STAGES)]

@@ -11,40 +11,76 @@ import numpy as np
 
 from intaglio.build.check import check_schedules
 from intaglio.build.scheduled_plan import scheduled_plan
-from intaglio.codegen import constants_memory, emit
+from intaglio.codegen import PrintedProgram, constants_memory, emit
 from intaglio.ir import Program, Schedule
 from intaglio.ir.names import sanitized
 from intaglio.native import cpu as machine
 from intaglio.native import program_cache
 from intaglio.plan import Plan, plan_graph
 from intaglio.runtime import SavedModel, host_names
+from intaglio.runtime.artifact import program_key
+from intaglio.runtime.saved.saved_libraries import Library
 
 
-def print_program(plan: Plan, name: str) -> Program:
-    """Return the program of a scheduled plan."""
+def print_program(plan: Plan, name: str) -> PrintedProgram:
+    """Return the program of a scheduled plan, whose constants are not packed yet."""
     return emit(plan, sanitized(name) or "model")
 
 
-def program_of_file(
-    saved: SavedModel, isa: str, schedules: Mapping[str, Schedule] | None, caches: tuple[int, int] | None = None
-) -> Program:
+def program_of_file(saved: SavedModel, isa: str, schedules: Mapping[str, Schedule] | None) -> Program:
     """Return the program of a file's graph, which later loads of the file read from the cache.
 
     Args:
         saved: contents of the file, with a checked graph.
         isa: instruction set.
         schedules: schedules by output value that replace analytic ones.
-        caches: cache sizes that schedules are made for; by default those of this machine.
 
     Raises:
         ValueError: a schedule of the file is invalid.
     """
+    found = _program(saved, isa, schedules, None, "")
+    assert found is not None
+    return found
+
+
+def program_of_library(saved: SavedModel, isa: str, library: Library) -> Program | None:
+    """Return the program of a library in a file, with schedules for the machine that compiled it.
+
+    Return ``None``, without packing constants, if this version prints another text than the library's.
+
+    Args:
+        saved: contents of the file, with a checked graph.
+        isa: instruction set of the library.
+        library: the library.
+
+    Raises:
+        ValueError: a schedule of the file is invalid.
+    """
+    return _program(saved, isa, library.schedules, library.caches, library.key)
+
+
+def _program(
+    saved: SavedModel,
+    isa: str,
+    schedules: Mapping[str, Schedule] | None,
+    caches: tuple[int, int] | None,
+    wanted: str,
+) -> Program | None:
+    """Return the program for an instruction set and cache sizes, by default those of this machine, or ``None`` if the
+    digest of its text is not the wanted one."""
     key = _key(saved, isa, schedules, caches)
+    if key and wanted and program_cache.known_text(key) not in ("", wanted):
+        return None
     if key and (found := _stored(key)) is not None:
-        return found
+        return found if wanted in ("", program_key(found)) else None
     plan = plan_graph(saved.graph)
     check_schedules(saved.schedules, plan)
-    program = print_program(scheduled_plan(plan, isa, schedules, caches), saved.model_info.name)
+    printed = print_program(scheduled_plan(plan, isa, schedules, caches), saved.model_info.name)
+    if wanted and (text := program_key(printed.text)) != wanted:
+        if key:
+            program_cache.write_text(key, text)
+        return None
+    program = printed.packed()
     if key:
         record = pickle.dumps(replace(program, constants=np.empty(0, np.uint8)), pickle.HIGHEST_PROTOCOL)
         program_cache.write(key, program.constants.data, record)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+
+import numpy as np
 
 from intaglio.codegen.context import Context, describe, step_symbol
 from intaglio.codegen.emitters.emit_attention import emit_attention, emit_bmm
@@ -102,7 +104,24 @@ BARRIER = "intaglio_barrier_wait(r->barrier, threads);"
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 
-def emit(plan: Plan, name: str) -> Program:
+@dataclass(frozen=True)
+class PrintedProgram:
+    """A program whose constants are not packed yet.
+
+    Attributes:
+        text: The program without constants. Its source and kernels are all that its library is compiled from.
+        pack: Returns the constants, once.
+    """
+
+    text: Program
+    pack: Callable[[], np.ndarray] = field(repr=False)
+
+    def packed(self) -> Program:
+        """Return the program with its constants."""
+        return replace(self.text, constants=self.pack())
+
+
+def emit(plan: Plan, name: str) -> PrintedProgram:
     """Return the program of a plan for the instruction set that `schedule_plan` chose kernels for.
 
     Args:
@@ -134,11 +153,11 @@ def emit(plan: Plan, name: str) -> Program:
     _plan_table(code, context)
     source = code.text()
     names = ShortNames({op.origin.path for op in plan.graph.ops}, source)
-    return Program(
+    program = Program(
         name,
         names.of(source),
         isa,
-        context.blob.array(),
+        np.empty(0, np.uint8),
         context.symbols,
         _externals(plan),
         _calls(context),
@@ -150,6 +169,7 @@ def emit(plan: Plan, name: str) -> Program:
         tuple(context.range_checks),
         tiling is None and all(never_decreases(plan.buffers[one.value].size()) for one in plan.lifetimes),
     )
+    return PrintedProgram(program, context.blob.array)
 
 
 def _note(index: int, step: Step, context: Context) -> StepInfo:

@@ -19,11 +19,14 @@ class StoredArray:
         shape: Sizes of its axes.
         dtype: Element type.
         read: Reads it.
+        read_packed: Reads what is stored of an array of few bits: its quantized values, and the multiples or smallest
+            values of groups, both packed into bytes. ``None`` if it is stored as it is.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray] = field(repr=False)
+    read_packed: Callable[[], tuple[np.ndarray, np.ndarray]] | None = field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +80,11 @@ class Constants(Mapping[str, np.ndarray]):
     def nbytes(self, name: str) -> int:
         """Return the size of an array in bytes, without reading it."""
         return self._entries[name].nbytes
+
+    def packed(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return what is stored of an array of few bits, see `StoredArray`, or ``None`` for other arrays."""
+        found = self._entries[name]
+        return found.read_packed() if isinstance(found, StoredArray) and found.read_packed is not None else None
 
     def is_stored(self, name: str) -> bool:
         """Return whether an array is read each time it is asked for."""

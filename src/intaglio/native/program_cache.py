@@ -22,7 +22,7 @@ from intaglio.drafts import draft_file
 from intaglio.errors import BuildError
 from intaglio.native.cache_folder import evict, make_folder, open_entry, trusted_folder
 
-FOLDER, SUFFIX = "constants", ".program"
+FOLDER, SUFFIX, TEXT_SUFFIX = "constants", ".program", ".text"
 """Version 0.2 kept constants alone in this folder, in files with another suffix, which are evicted as others are."""
 DIGEST_BYTES, LENGTH_BYTES = hashlib.sha256().digest_size, 8
 SMALLEST_ENTRY = 1 << 16
@@ -88,6 +88,37 @@ def write(key: str, constants: memoryview, record: bytes) -> None:
         evict(path.parent, config.programs_limit_bytes())
     except (OSError, BuildError) as error:
         logger.warning("a program cannot be stored in %s: %s", config.cache_dir(), error)
+
+
+def known_text(key: str) -> str:
+    """Return what `write_text` has stored for a key, or an empty string."""
+    try:
+        file = open_entry(_path(key).with_suffix(TEXT_SUFFIX))
+        if file is None:
+            return ""
+        with file:
+            return file.read().decode("ascii", "replace")
+    except (OSError, BuildError):
+        return ""
+
+
+def write_text(key: str, text: str) -> None:
+    """Store the digest of the text of a program that is not used, so that later loads need not print it again.
+
+    Failing to do so is not an error.
+
+    Args:
+        key: as for `write`.
+        text: digest of the text.
+    """
+    with contextlib.suppress(OSError, BuildError):
+        path = _path(key).with_suffix(TEXT_SUFFIX)
+        make_folder(path.parent)
+        with draft_file(path.parent) as (draft, file):
+            file.write(text.encode())
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.replace(draft, path)
 
 
 def _read_file(number: int, memory: Callable[[int], memoryview]) -> tuple[memoryview, bytes] | None:

@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
+from intaglio.codegen.int4_packing import StoredInt4, pack_int4, panel_line_bytes, stored_int4
 from intaglio.codegen.weight_packing import packing
-from intaglio.ir import DType, Op, Packing, TensorType
+from intaglio.ir import Constants, DType, Graph, Op, Packing, StoredArray, TensorType
 from intaglio.kernels import ISAS
 from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES
 from intaglio.ops.products.int4_linear import GROUP_STEP, INPUT_STEP, why_not_int4
+from intaglio.runtime.saved.bit_packing import pack
 from support.integer_graphs import N, Net
 from support.matmul_library import RUNNABLE_ISAS
 from support.programs import (
@@ -114,6 +115,40 @@ def test_packed_weights_are_those_of_the_layout(outputs, blocks, seed):
     values = draw.integers(-8, 8, (outputs, inputs)) * np.repeat(draw.integers(1, 16, (outputs, 2 * LINES)), 32, 1)
     plan = packing(outputs, inputs, 1, 1, 1, blocks, packed=False)
     assert np.array_equal(unpacked(pack_int4(values.astype(np.int8), plan), outputs, blocks), values)
+
+
+@given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 2**31))
+def test_weights_in_a_file_are_packed_without_being_unpacked(outputs, blocks, seed):
+    draw, inputs = np.random.default_rng(seed), LINES * INT4_CHANNELS
+    values = draw.integers(-8, 8, (outputs, inputs)) * np.repeat(draw.integers(1, 16, (outputs, 2 * LINES)), 32, 1)
+    weight, plan = values.astype(np.int8), packing(outputs, inputs, 1, 1, 1, blocks, packed=False)
+    stored = in_file(weight, Packing(4, -8, 32))
+    assert np.array_equal(pack_int4(stored, plan), pack_int4(weight, plan))
+    assert np.array_equal(stored.sums(), values.sum(1))
+
+
+def in_file(weight: np.ndarray, kind: Packing) -> StoredInt4 | None:
+    """The weight as a file has it, or ``None`` if kernels cannot read it from there."""
+    stored = StoredArray(weight.shape, weight.dtype, lambda: weight, lambda: pack(weight, kind))
+    types = {"w": TensorType(weight.shape, DType.S8, packing=kind)}
+    return stored_int4(Graph((), (), types, (), Constants({"w": stored})), "w")
+
+
+def test_weights_in_other_groups_are_unpacked_first():
+    weight = np.ones((3, 256), np.int8)
+    assert in_file(weight, Packing(4, -8, 32)) is not None
+    for kind in (Packing(4, -8, 128), Packing(4, -8), Packing(3, -4, 32)):
+        assert in_file(weight, kind) is None
+    assert in_file(weight[:, :96], Packing(4, -8, 32)) is None
+
+
+def test_multiples_in_a_file_that_kernels_do_not_hold_are_refused():
+    values, multiples = np.zeros((3, 32), np.uint8), np.full((3, 1), 0xE0, np.uint8)
+    plan = packing(3, INT4_CHANNELS, 1, 1, 1, 1, packed=False)
+    assert pack_int4(StoredInt4(values, multiples), plan).any()
+    for sixteen in (0xF0, 0x0F):
+        with pytest.raises(ValueError, match="not multiples of 4-bit values"):
+            pack_int4(StoredInt4(values, np.full((3, 1), sixteen, np.uint8)), plan)
 
 
 def test_weights_of_more_bits_are_refused():

@@ -21,10 +21,12 @@ from torch import nn
 
 import intaglio
 from intaglio.build import stored_programs
+from intaglio.codegen import PrintedProgram
 from intaglio.codegen.emitters import emit_matmul
 from intaglio.errors import ArtifactError
 from intaglio.ir import Constants, StoredArray
 from intaglio.native import program_cache
+from intaglio.plan import Plan
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.saved.members import Member, OpenFile
 from intaglio.runtime.saved.stored_arrays import stored_arrays
@@ -153,6 +155,23 @@ def test_a_program_is_printed_once(saved, fresh_programs, packed, monkeypatch):
     assert replace(a, constants=b.constants).__dict__ == b.__dict__
     assert second.text("plan") == first.text("plan")
     assert torch.equal(second(x), expected)
+
+
+def test_weights_are_packed_once_if_this_version_prints_another_text(saved, fresh_programs, packed, monkeypatch):
+    path, x, expected = saved
+    emit, printed = stored_programs.emit, []
+
+    def another(plan: Plan, name: str) -> PrintedProgram:
+        found = emit(plan, name)
+        printed.append(name)
+        return replace(found, text=replace(found.text, source=f"{found.text.source}\nextern int another_text;\n"))
+
+    monkeypatch.setattr(stored_programs, "emit", another)
+    for _ in range(3):
+        model = intaglio.load(path, trust=True)
+        assert torch.equal(model(x), expected)
+        assert len(printed) == 2  # for the settings of the library, and for those of this machine
+        assert len(packed) == 1
 
 
 @pytest.mark.slow(reason="compiles programs of other names; entries of other weights are compared below")

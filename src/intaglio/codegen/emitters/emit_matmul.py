@@ -13,7 +13,7 @@ from intaglio.codegen.emitters import emit_depthwise
 from intaglio.codegen.emitters.emit_depthwise import CHANNELS
 from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
 from intaglio.codegen.emitters.emit_steps import fill_pair
-from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
+from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes, stored_int4
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
 from intaglio.codegen.winograd_packing import transform_weights, transformed_bytes
 from intaglio.codegen.writer import Code
@@ -316,6 +316,9 @@ def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.nda
     anchor, graph = partition.anchor, context.graph
     zeros, groups = graph.types[anchor.inputs[0]].qparams.zeros, anchor.attrs.get("groups", 1)
     bias = graph.constants[anchor.inputs[2]].astype(np.int64)
+    is_linear = not op_def(anchor).convolves and weights_of(anchor, graph) == 1
+    if is_linear and len(set(zeros)) == 1 and (stored := stored_int4(graph, piece.value)) is not None:
+        return bias - zeros[0] * stored.sums()
     return bias - numerics.zero_point_term(piece.read(), zeros, groups)
 
 
@@ -328,7 +331,8 @@ def _weights(
 
     def pack() -> np.ndarray:
         if kernel.int4:
-            return pack_int4(piece.read()[:, :, 0, 0], plan)
+            stored = stored_int4(context.graph, piece.value)
+            return pack_int4(piece.read()[:, :, 0, 0] if stored is None else stored, plan)
         return np.concatenate([pack_weights(part, plan, groups) for part in np.split(piece.read(), count)])
 
     total = size * plan.columns.size // (16 * plan.blocks) * count

@@ -36,9 +36,11 @@ def decode_constant(key: str, kind: TensorType, arrays: Constants) -> np.ndarray
     if len(sizes) < len(kind.shape):
         raise TypeError(f"the shape {kind.shape} of a packed constant is symbolic")
 
-    def unpacked() -> np.ndarray:
-        of_groups = arrays.get(key + GROUPS_SUFFIX, np.zeros(0, np.uint8))
-        return unpack(arrays[quantized], of_groups, packing, sizes)
+    def packed() -> tuple[np.ndarray, np.ndarray]:
+        return arrays[quantized], arrays.get(key + GROUPS_SUFFIX, np.zeros(0, np.uint8))
 
-    found = StoredArray(sizes, np.dtype(np.int8), unpacked)
+    def unpacked() -> np.ndarray:
+        return unpack(*packed(), packing, sizes)
+
+    found = StoredArray(sizes, np.dtype(np.int8), unpacked, packed)
     return found if arrays.is_stored(quantized) and found.nbytes >= STORED_BYTES else found.read()
