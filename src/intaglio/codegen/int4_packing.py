@@ -68,6 +68,9 @@ def stored_int4(graph: Graph, name: str) -> StoredInt4 | None:
     if (found := graph.constants.packed(name)) is None:
         return None
     values, multiples = found
+    sizes = outputs * inputs // 2, outputs * inputs // INT4_GROUP // 2
+    if any(part.dtype != np.uint8 for part in found) or (values.size, multiples.size) != sizes:
+        return None  # reading the weight says what is wrong with it
     return StoredInt4(values.reshape(outputs, inputs // 2), multiples.reshape(outputs, inputs // INT4_GROUP // 2))
 
 

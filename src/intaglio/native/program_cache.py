@@ -97,9 +97,11 @@ def known_text(key: str) -> str:
         if file is None:
             return ""
         with file:
-            return file.read().decode("ascii", "replace")
+            content = file.read().decode("ascii", "replace")
     except (OSError, BuildError):
         return ""
+    text, _, digest = content.partition(" ")
+    return text if digest == _digest_of_text(text) else ""
 
 
 def write_text(key: str, text: str) -> None:
@@ -115,10 +117,14 @@ def write_text(key: str, text: str) -> None:
         path = _path(key).with_suffix(TEXT_SUFFIX)
         make_folder(path.parent)
         with draft_file(path.parent) as (draft, file):
-            file.write(text.encode())
+            file.write(f"{text} {_digest_of_text(text)}".encode())
             file.flush()
             os.fchmod(file.fileno(), 0o644)
             os.replace(draft, path)
+
+
+def _digest_of_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_file(number: int, memory: Callable[[int], memoryview]) -> tuple[memoryview, bytes] | None:

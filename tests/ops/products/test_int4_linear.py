@@ -142,6 +142,15 @@ def test_weights_in_other_groups_are_unpacked_first():
     assert in_file(weight[:, :96], Packing(4, -8, 32)) is None
 
 
+def test_weights_of_another_size_than_their_shape_are_left_to_the_file():
+    weight, kind = np.ones((3, 128), np.int8), Packing(4, -8, 32)
+    values, multiples = pack(weight, kind)
+    types = {"w": TensorType(weight.shape, DType.S8, packing=kind)}
+    for found in ((values[:-1], multiples), (values, multiples[:-1]), (values.view(np.int8), multiples)):
+        stored = StoredArray(weight.shape, weight.dtype, lambda: weight, lambda found=found: found)
+        assert stored_int4(Graph((), (), types, (), Constants({"w": stored})), "w") is None
+
+
 def test_multiples_in_a_file_that_kernels_do_not_hold_are_refused():
     values, multiples = np.zeros((3, 32), np.uint8), np.full((3, 1), 0xE0, np.uint8)
     plan = packing(3, INT4_CHANNELS, 1, 1, 1, 1, packed=False)

@@ -174,6 +174,19 @@ def test_weights_are_packed_once_if_this_version_prints_another_text(saved, fres
         assert len(packed) == 1
 
 
+def test_a_damaged_digest_of_a_text_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(tmp_path))
+    assert program_cache.known_text("key") == ""
+    program_cache.write_text("key", "0123abcd")
+    assert program_cache.known_text("key") == "0123abcd"
+    assert program_cache.known_text("other") == ""
+    (entry,) = (tmp_path / program_cache.FOLDER).iterdir()
+    content = entry.read_bytes()
+    for damaged in (b"", content[:-1], content[1:], b"\xff" + content[1:], b"0123abce" + content[8:]):
+        entry.write_bytes(damaged)
+        assert program_cache.known_text("key") == ""
+
+
 @pytest.mark.slow(reason="compiles programs of other names; entries of other weights are compared below")
 def test_programs_for_other_names_and_instruction_sets_have_other_entries(saved, fresh_programs, tmp_path):
     path, x, expected = saved
