@@ -103,7 +103,7 @@ def _run(
 def new_output(kind: Any, values: Mapping[str, Any]) -> Any:
     """Return an object of a class of results with these fields, and ``None`` in the others.
 
-    The library's initialization, which looks at every field several times, takes three times as long.
+    The library's initialization, which looks at every field several times, takes twice as long.
     """
     if kind.__post_init__ is not ModelOutput.__post_init__:
         return kind(**values)
