@@ -194,6 +194,15 @@ def test_a_prompt_computes_the_logits_that_are_kept_only(name):
     assert not set(shapes["inputs_kept"]).intersection(shapes["inputs_tokens"])
 
 
+def test_generating_does_not_make_the_modules_of_the_float_model():
+    int8_model = quantized("llama")[1]
+    vars(int8_model).pop("_structure", None)
+    generated(int8_model, batch("llama"))
+    assert "_structure" not in vars(int8_model)
+    assert int8_model.model.layers
+    assert "_structure" in vars(int8_model)
+
+
 def test_the_surface_is_that_of_the_float_model():
     model, int8_model, _ = quantized("llama")
     assert isinstance(int8_model, library().LlamaForCausalLM)

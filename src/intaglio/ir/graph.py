@@ -103,15 +103,19 @@ class Graph:
         object.__setattr__(self, "types", MappingProxyType(dict(self.types)))
         object.__setattr__(self, "constants", Constants(self.constants))
 
-    def users(self) -> dict[str, tuple[Op, ...]]:
+    def users(self) -> Mapping[str, tuple[Op, ...]]:
         """Return for each value the operators that read it, in order, once per operator. Graph outputs are not
         operators.
         """
+        return self._users
+
+    @cached_property
+    def _users(self) -> Mapping[str, tuple[Op, ...]]:
         readers: dict[str, list[Op]] = {name: [] for name in self.types}
         for op in self.ops:
             for name in dict.fromkeys(op.inputs):
                 readers[name].append(op)
-        return {name: tuple(ops) for name, ops in readers.items()}
+        return MappingProxyType({name: tuple(ops) for name, ops in readers.items()})
 
     def makers(self) -> Mapping[str, Op]:
         """Return for each value that is computed the operator that computes it."""

@@ -138,18 +138,29 @@ def needs(graph: Graph) -> tuple[Need, ...]:
     reflects, and windows must have a result. Requirements without free sizes are omitted.
     """
     found: dict[Dim, Need] = {}
+    known: set[tuple[Shape, int]] = set()
     for op in graph.ops:
         where = op.origin.path or op.outputs[0]
-        for value, problem in (*_sizes(op, graph), *_of_record(op, graph)):
+        for value, problem in (*_sizes(op, graph, known), *_of_record(op, graph)):
             if not isinstance(value, int):
                 found.setdefault(value, Need(value, where, op.origin.operator or op.kind, problem))
     return tuple(found.values())
 
 
-def _sizes(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
-    """Yield the requirements that no axis is negative and that a window has at least one pixel."""
+def _sizes(op: Op, graph: Graph, known: set[tuple[Shape, int]]) -> Iterable[tuple[Dim, str]]:
+    """Yield the requirements that no axis is negative and that a window has at least one pixel.
+
+    Args:
+        op: the operator.
+        graph: its graph.
+        known: shapes, and the least numbers of pixels, of operators in front of it. Layers of a decoder have the same
+            ones, and their requirements are yielded once. Those of this operator are added.
+    """
     least = 0 if op.kind not in OPS else op_def(op).min_pixels
     for shape in (graph.types[name].shape for name in op.outputs):
+        if (shape, least) in known:
+            continue
+        known.add((shape, least))
         for axis, size in enumerate(shape):
             smallest = least if axis > 1 else 0
             text = ", ".join(map(str, shape))

@@ -184,7 +184,9 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            children: dict[str, Any] = {} if name.startswith("_") else dict(self._structure.named_children())
+            # `generate` asks every model for hf_quantizer and hf_device_map, which are not modules.
+            no_child = name.startswith(("_", "hf_"))
+            children: dict[str, Any] = {} if no_child else dict(self._structure.named_children())
             if name not in children:
                 raise
             return children[name]
