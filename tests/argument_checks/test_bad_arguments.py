@@ -3,6 +3,7 @@
 Every argument of a valid call is replaced by each bad value. The slow test takes all functions and all values.
 """
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ import intaglio
 from intaglio import annotation, calibration, eager, patterns, stages
 from intaglio.errors import IntaglioError
 from support.public_names import public_objects
+from support.torchvision_stub import import_torchvision
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 DATA = [X, X + 1]
@@ -155,6 +157,13 @@ def quick_calls(stage: Mapping[str, Any]) -> Calls:
         "stages.plan": (stages.plan, {"lowered": stage["lowered"]}),
         "stages.requantize": (stages.requantize, {"reference": stage["reference"]}),
         "stages.Requantizer": (stages.Requantizer().requantize, {"reference": stage["reference"]}),
+        "stages.imported_recipe": (stages.imported_recipe, {"model": stage["model"]}),
+        "stages.read_checkpoint": (stages.read_checkpoint, {"path": "checkpoint"}),
+        "QuantizedWeight": (stages.QuantizedWeight, {"quantized": INTEGERS, "steps": torch.ones(1, 4, 1), "group": 4}),
+        "QuantizedWeight.of": (
+            stages.QuantizedWeight.of,
+            {"quantized": INTEGERS, "scales": torch.ones(4), "offsets": None, "activations": "float", "group": None},
+        ),
         "eager.coverage": (eager.coverage, {"converted": stage["converted"]}),
         "eager.assert_int8": (eager.assert_int8, {"converted": stage["converted"], "macs": 0.0}),
         "eager.clipping": (eager.clipping, {"converted": stage["converted"]}),
@@ -254,14 +263,7 @@ def long_calls(stage: Mapping[str, Any]) -> Calls:
         "stages.equalize": (stages.equalize, {"prepared": prepared, "data": DATA}),
         "stages.convert": (stages.convert, {"prepared": prepared, "ranges": stage["ranges"]}),
         "stages.with_weights": (stages.with_weights, {"model": model, "weights": {"0": QUANTIZED_WEIGHT}}),
-        "stages.imported_recipe": (stages.imported_recipe, {"model": model}),
-        "stages.read_checkpoint": (stages.read_checkpoint, {"path": "checkpoint"}),
         "from_checkpoint": (intaglio.from_checkpoint, {"path": "checkpoint", "data": DATA, "recipe": None}),
-        "QuantizedWeight": (stages.QuantizedWeight, {"quantized": INTEGERS, "steps": torch.ones(1, 4, 1), "group": 4}),
-        "QuantizedWeight.of": (
-            stages.QuantizedWeight.of,
-            {"quantized": INTEGERS, "scales": torch.ones(4), "offsets": None, "activations": "float", "group": None},
-        ),
         "stages.from_qdq": (stages.from_qdq, {"model": model, "example_inputs": (X,)}),
         "stages.compile": (
             stages.compile,
@@ -329,6 +331,8 @@ def test_bad_arguments_give_results_or_errors_of_intaglio(stage):
 def test_any_bad_argument_of_any_function_gives_a_result_or_an_error_of_intaglio(stage):
     values = {**FEW_VALUES, **MORE_VALUES, "a ragged tensor": torch.nested.nested_tensor([X[0], X[0, :2]])}
     values |= {f"the {name}": value for name, value in stage.items()}
+    with contextlib.suppress(ImportError):
+        import_torchvision()  # transformers, which reads checkpoints, imports it
     assert list(raw_errors({**quick_calls(stage), **long_calls(stage)}, values)) == []
 
 

@@ -245,6 +245,8 @@ def test_arguments_that_make_no_report_are_errors_whose_remedies_work():
         case.report(samples=0)
     with pytest.raises(InputError, match="pass 0 to measure no times"):
         case.report(calls=-1)
+    with pytest.raises(InputError, match="must be 0 to 100000"):
+        case.report(calls=2**70)
     with pytest.raises(InputError, match="pass 0 to try no changes"):
         case.report(tries=-1)
     assert case.report(calls=0, tries=0).data.graphs[0].profile is None

@@ -1,5 +1,6 @@
 """Sizes that a model takes for equal, which are equal for multiples of a dimension only."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -209,3 +210,9 @@ def test_frames_with_a_mask_have_a_dynamic_length():
     frames = captured.signature.inputs[0].type.shape
     assert not isinstance(frames[1], int)
     assert captured.module(torch.rand(3, 10, 4), torch.ones(3, 10, dtype=torch.bool))[0].shape == (3, 5, 4)
+
+
+@pytest.mark.parametrize("shapes", [torch.ones(2), np.zeros(3)])
+def test_arrays_are_no_dynamic_shapes(shapes):
+    with pytest.raises(InputError, match=r"dynamic_shapes is an? (tensor|array); it takes dimensions"):
+        capture(nn.Linear(4, 4), (torch.randn(2, 4),), dynamic_shapes=shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         >>> model = stages.with_weights(float_model, checkpoint.weights)
     """
     place = Path(expanded(path))
-    if place.is_dir():
+    if os.path.isdir(place):
         return _from_folder(place)
     check_no_pickle(place)
     check_regular(place)

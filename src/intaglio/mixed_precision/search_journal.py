@@ -68,8 +68,8 @@ class SearchJournal:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            problem = f"cannot be written: {error.strerror}"
+        except (OSError, ValueError) as error:  # a path with a null character is a ValueError
+            problem = f"cannot be written: {getattr(error, 'strerror', error)}"
             raise ArtifactError(str(self.path), None, problem, remedy="pass a journal in another folder") from error
 
 

@@ -31,7 +31,7 @@ from intaglio.quant.calibrate.batches import Binder
 from intaglio.reporting.timing.measure_speed import measure_speed
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.kept_attributes import KeptAttributes
-from intaglio.signature import bind
+from intaglio.signature import bind, check_tensors
 from intaglio.torch_private import pytree
 from intaglio.tune.reference_pool import ReferencePool
 from intaglio.tune.schedule_search import first_sample, unflatten_call
@@ -151,9 +151,11 @@ def _timed_call(pool: ReferencePool, given: Any) -> TimedCall:
     """Return the arguments of the timed call."""
     signature, binder = pool.captured.signature, Binder.of(pool.captured.signature)
     args, kwargs = binder(pool.batches[0] if given is None else given)
+    leaves = bind(signature, args, kwargs)
     if given is not None:
+        check_tensors(signature, leaves)
         return args, kwargs
-    return unflatten_call(signature, first_sample(signature, bind(signature, args, kwargs), ()))
+    return unflatten_call(signature, first_sample(signature, leaves, ()))
 
 
 def _key(pool: ReferencePool, options: SearchOptions, call: TimedCall) -> str:

@@ -23,7 +23,7 @@ from intaglio.reporting.report_data import GraphReport, ModelKind, ReportData
 from intaglio.reporting.run_record import run_record
 from intaglio.reporting.timing.report_speed import speed_beside_float, timed_call
 from intaglio.runtime import Coverage, QuantizedModel
-from intaglio.runtime.reports.profile import Profile
+from intaglio.runtime.reports.profile import Profile, calls_problem
 from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 from intaglio.signature import bind
 from intaglio.tune import ComparisonRun, first_sample, random_sample, run_comparison
@@ -40,7 +40,7 @@ class Settings:
         speed: whether to time the float model too.
 
     Raises:
-        InputError: a number is too small.
+        InputError: a number is too small or too large.
     """
 
     samples: int | None = 64
@@ -51,9 +51,8 @@ class Settings:
         if self.samples is not None and self.samples < 1:
             problem = f"samples = {self.samples}; it must be at least 1"
             raise InputError("report", None, problem, remedy="leave samples out")
-        if self.calls < 0:
-            problem = f"calls = {self.calls}; it must not be negative"
-            raise InputError("report", None, problem, remedy="pass 0 to measure no times")
+        if (reason := calls_problem(self.calls, 0)) is not None:
+            raise InputError("report", None, reason, remedy="pass 0 to measure no times")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from intaglio.runtime.custom_op import register
 from intaglio.runtime.export_c import export_c
 from intaglio.runtime.program_module import INSTEAD_OF_TRACING
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
-from intaglio.runtime.reports.profile import Profile, profile_of
+from intaglio.runtime.reports.profile import Profile, calls_problem, profile_of
 from intaglio.runtime.saved import state_dict_io
 from intaglio.runtime.saved.savable_model import SavableModel
 from intaglio.signature import bind, initial_state
@@ -86,10 +86,10 @@ class QuantizedModel(SavableModel):
             The steps with their kernels and share of the peak throughput, and the overhead of a call.
 
         Raises:
-            InputError: ``calls`` is less than 1.
+            InputError: ``calls`` is less than 1 or too large.
         """
-        if calls < 1:
-            raise InputError("profile", None, f"calls = {calls}; it must be at least 1", remedy="leave calls out")
+        if (problem := calls_problem(calls, 1)) is not None:
+            raise InputError("profile", None, problem, remedy="leave calls out")
         if self.signature.updated_inputs:  # a call updates its inputs in place; profiling must not
             args, kwargs = copy.deepcopy((args, kwargs))
         leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)

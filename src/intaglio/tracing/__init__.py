@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -58,8 +59,9 @@ def capture(
         >>> captured = stages.capture(model, (torch.randn(2, 3, 224, 224),))
         >>> print(captured.text())
     """
-    if isinstance(dynamic_shapes, torch.Tensor):
-        problem = "dynamic_shapes is a tensor; it takes dimensions in the format of torch.export"
+    if isinstance(dynamic_shapes, (torch.Tensor, np.ndarray)):
+        given = "a tensor" if isinstance(dynamic_shapes, torch.Tensor) else "an array"
+        problem = f"dynamic_shapes is {given}; it takes dimensions in the format of torch.export"
         raise InputError("capture", None, problem, remedy="pass dynamic_shapes that fit the model: ({0: Dim('n')},)")
     report_progress("capture")
     from intaglio.tracing.trace import trace  # imported late, because torch.export takes a third of a second to import

@@ -97,6 +97,7 @@ def test_a_prepared_model_is_the_float_model():
         ([], "no batch: the iterable is empty"),
         (iter(()), "read to its end before"),
         (7, "expected an iterable of batches, got int"),
+        (torch.nn.Identity(), "expected an iterable of batches, got Identity"),
         (["text"], "a batch is of type str"),
         ([{"y": X}], r"a batch has keys \['y'\]; forward takes \['x'\]"),
         ([X[:0], X[:0]], "2 batches without a single sample"),

@@ -8,11 +8,11 @@ from torch import nn
 
 import intaglio
 from intaglio import stages
-from intaglio.errors import BuildError
+from intaglio.errors import BuildError, InputError
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
 from intaglio.runtime import quantized_model as runtime_model
-from intaglio.runtime.reports.profile import MAX_LINE_LENGTH, Profile, ProfiledStep
+from intaglio.runtime.reports.profile import MAX_CALLS, MAX_LINE_LENGTH, Profile, ProfiledStep
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
 
@@ -78,6 +78,13 @@ def test_a_layer_has_the_largest_tile_it_uses():
 def test_a_part_is_found_by_its_module():
     net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU())).eval()
     assert [part.path for part in parts_of(net, picture()).values() if part.macs] == ["0.0"]
+
+
+@pytest.mark.parametrize("calls", [0, MAX_CALLS + 1])
+def test_numbers_of_calls_that_cannot_be_meant_are_errors(calls):
+    model = compiled(nets.Residual)[0]
+    with pytest.raises(InputError, match=f"calls = {calls}; it must be 1 to 100000"):
+        model.profile(picture(), calls=calls)
 
 
 def test_float_islands_have_their_own_rows_in_a_profile():

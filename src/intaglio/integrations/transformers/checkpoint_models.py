@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ def model_from_checkpoint(path: str | Path, model_class: type[nn.Module] | None)
 def _configs(checkpoint: Checkpoint, model_class: type[nn.Module] | None) -> Configs:
     """Return the class of the model and its configurations, from a folder or from the metadata of a GGUF file."""
     path = Path(checkpoint.path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return read_configs(path, model_class)
     tokens: dict[str, Any] = {**token_entries(checkpoint.metadata)}
     return configs_of(path, config_entries(checkpoint), tokens, model_class, OTHER_CLASS)

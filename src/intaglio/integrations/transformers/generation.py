@@ -30,7 +30,7 @@ from intaglio.integrations.transformers.steps.float_programs import (
 )
 from intaglio.integrations.transformers.steps.position_numbering import numbering_of
 from intaglio.progress import progress_of
-from intaglio.quant.calibrate.batches import Call, Use, peek
+from intaglio.quant.calibrate.batches import Call, Use, is_function, peek
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import clone_tensors
 
@@ -44,14 +44,10 @@ def generates_with_cache(model: PreTrainedModel, data: Any) -> bool:
     """Return whether a model generates, with a cache by its configuration or by the first batch."""
     if not isinstance(model, GenerationMixin) or data is None:
         return False
-    first = {} if _is_function(data) else peek(data)[0]
+    first = {} if is_function(data) else peek(data)[0]
     wanted = first.get("use_cache") if isinstance(first, Mapping) else None
     configured = getattr(model.config.get_text_config(decoder=True), "use_cache", False)
     return bool(configured if wanted is None else wanted)
-
-
-def _is_function(data: Any) -> bool:
-    return callable(data) and not hasattr(data, "__iter__")
 
 
 def cache_refusal(model: PreTrainedModel, data: Any) -> str | None:
@@ -61,7 +57,7 @@ def cache_refusal(model: PreTrainedModel, data: Any) -> str | None:
         return reason
     if decoder_cache.cache_name(parameters) is None:
         return "its forward has no argument for a cache"
-    if _is_function(data):
+    if is_function(data):
         return "the data is a function, not batches"
     calls = UserCalls(model, data)
     if others := _other_arguments(model, next(iter(calls))):

@@ -18,7 +18,7 @@ from intaglio.argument_checks import check_arguments_except
 from intaglio.errors import CalibrationError, InputError, did_you_mean
 from intaglio.ir import Signature
 from intaglio.progress import progress_shown, track
-from intaglio.quant.calibrate.batches import Binder, batches, length_of, log_about_data, peek
+from intaglio.quant.calibrate.batches import Binder, batches, is_function, length_of, log_about_data, peek
 from intaglio.quant.calibrate.custom_observer import activation_edges
 from intaglio.quant.calibrate.data_checks import check_data
 from intaglio.quant.calibrate.distributed import Group, merge_statistics
@@ -91,7 +91,7 @@ def calibrate(
         with progress_shown(False if group.rank else progress):
             seen = group.run_on_all_ranks(lambda: _run(prepared, data, samples, group))
         ranges = _gathered(prepared, seen, group)
-        if not ranges.samples and not _runs_itself(data):
+        if not ranges.samples and not is_function(data):
             raise without_samples(ranges.batches)
         ended = max(first, *group.gather(observer_state.batch - group.size + 1))
     except BaseException:
@@ -122,11 +122,6 @@ def without_samples(batches: int) -> CalibrationError:
 def _reset(prepared: Prepared, statistics: dict[str, Statistics]) -> None:
     for name, observer in prepared.observers.items():
         observer.statistics = statistics[name]
-
-
-def _runs_itself(data: Any) -> bool:
-    """Return whether data is a function to be called with the prepared model."""
-    return callable(data) and not isinstance(data, (torch.Tensor, type)) and not hasattr(data, "__iter__")
 
 
 def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> Ranges:
@@ -168,7 +163,7 @@ def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> R
 
 def _run(prepared: Prepared, data: Any, samples: int | None, group: Group) -> dict[int, SeenBatch]:
     """Run this rank's batches and return them by index."""
-    if _runs_itself(data):
+    if is_function(data):
         data(prepared)
         return {}
     _warn_of_repeats(data)

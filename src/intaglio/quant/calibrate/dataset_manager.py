@@ -11,6 +11,7 @@ import torch
 
 from intaglio.argument_checks import check_arguments, value_text
 from intaglio.errors import CalibrationError
+from intaglio.quant.calibrate.batches import is_function
 from intaglio.signature.tensor_checks import PLAIN_TENSORS, TO_DENSE_ON_CPU, memory_problem, unsupported_reason
 from intaglio.torch_private import pytree
 
@@ -167,7 +168,7 @@ def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) ->
         return lambda: (_slice(tensors, start, start + step, size) for start in range(0, size, step))
     if is_rows(data):
         return lambda: data.iter(batch_size=batch_size or DEFAULT_BATCH)
-    if callable(data) and not isinstance(data, type) and not hasattr(data, "__iter__"):
+    if is_function(data):
         return data
     if isinstance(data, type) or not hasattr(data, "__iter__"):
         kind = value_text(data) if isinstance(data, type) else f"a {type(data).__name__}"

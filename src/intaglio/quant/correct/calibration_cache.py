@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from intaglio.ir import Signature
-from intaglio.quant.calibrate.batches import Binder, Call, CountedBatches, batches, length_of, peek
+from intaglio.quant.calibrate.batches import Binder, Call, CountedBatches, batches, is_function, length_of, peek
 from intaglio.quant.calibrate.calibration_loop import batch_size, without_samples
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.signature import bind, clone_tensors, dims_of, initial_state
@@ -48,7 +48,7 @@ def cache_batches(data: Any, signature: Signature, samples: int) -> tuple[list[A
     The data still starts with these batches. The list is empty for a function that runs the model. Batches of an
     iterator are copied, because it may reuse one buffer for all of them.
     """
-    if callable(data) and not isinstance(data, torch.Tensor) and not hasattr(data, "__iter__"):
+    if is_function(data):
         return [], data
     items = batches(data)
     if isinstance(data, Iterator):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from intaglio.argument_checks import check_arguments_except
+from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
 from intaglio.quant.imported_weights.quantized_weight import QuantizedWeight
 from intaglio.quant.imported_weights.weight_modules import HoldsQuantizedWeight, set_weight
@@ -16,7 +16,7 @@ from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
 
 
-@check_arguments_except("model")
+@check_arguments
 def imported_recipe(model: nn.Module) -> Recipe:
     """Return the recipe that quantizes what the other tool quantized, and nothing else.
 

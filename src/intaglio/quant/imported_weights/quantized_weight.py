@@ -14,6 +14,7 @@ from intaglio.fxgraph.node_info import info
 from intaglio.numerics import MIN_SCALE
 from intaglio.quant.imported_weights.group_operator import dequantize_groups
 from intaglio.quant.recipes.choices import ActivationMode
+from intaglio.signature.tensor_checks import TO_DENSE_ON_CPU, unsupported_reason
 
 
 @check_fields
@@ -39,6 +40,7 @@ class QuantizedWeight:
     order: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        _check_dense(quantized=self.quantized, steps=self.steps, order=self.order)
         quantized, steps, group = self.quantized, self.steps, self.group
         problem = None
         if quantized.dtype is not torch.int8 or quantized.dim() < 2:
@@ -79,11 +81,19 @@ class QuantizedWeight:
             group: number of weights in a group (default: all of a channel divided by G).
             order: see the attribute.
         """
+        _check_dense(quantized=quantized, scales=scales, offsets=offsets, order=order)
         if quantized.dim() < 2 or not quantized.numel():
             raise InputError("QuantizedWeight", None, f"quantized is {_type(quantized)}, which is no weight of a layer")
         outputs, inputs = len(quantized), quantized[0].numel()
-        given = [scales] if offsets is None else [scales, offsets]
-        parts = [part.to(torch.float32).reshape(-1, part.shape[-1] if part.dim() > 1 else 1) for part in given]
+        given = {"scales": scales} if offsets is None else {"scales": scales, "offsets": offsets}
+        for name, part in given.items():
+            if not part.numel() or part.numel() // _groups(part) not in (1, outputs):
+                problem = f"{name} is {_type(part)}; it must have one value or row, or {outputs}, as many as channels"
+                raise InputError("QuantizedWeight", None, problem)
+        parts = [part.to(torch.float32).reshape(-1, _groups(part)) for part in given.values()]
+        if offsets is not None and _groups(offsets) != _groups(scales):
+            problem = f"offsets is {_type(offsets)}, but scales is {_type(scales)}; both must have the same groups"
+            raise InputError("QuantizedWeight", None, problem)
         steps = torch.stack([part.expand(outputs, -1) for part in parts])
         if bool((steps == steps[:, :, :1]).all()):
             steps, group = steps[:, :, :1], inputs
@@ -120,6 +130,18 @@ def has_imported_integers(constant: fx.Node) -> bool:
     """Return whether a float constant was dequantized from integers that int8 products take as they are."""
     imported: QuantizedWeight | None = info(constant).imported
     return imported is not None and imported.int8_refusal is None
+
+
+def _check_dense(**tensors: torch.Tensor | None) -> None:
+    """Raise `InputError` for a tensor that is not dense or not on the CPU."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (reason := unsupported_reason(tensor)) is not None:
+            raise InputError("QuantizedWeight", None, f"{name}: {reason}", remedy=TO_DENSE_ON_CPU)
+
+
+def _groups(scales: torch.Tensor) -> int:
+    """Return the number of scales of a channel."""
+    return scales.shape[-1] if scales.dim() > 1 else 1
 
 
 def _is_permutation(order: torch.Tensor, count: int, axes: int) -> bool:

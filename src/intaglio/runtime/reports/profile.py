@@ -20,8 +20,15 @@ if TYPE_CHECKING:
 
 MAX_LINE_LENGTH = 120
 """Maximum length of a printed line; longer lines are cut."""
+MAX_CALLS = 100_000
+"""Calls of a profile, at most: the times of all steps of each are kept."""
 KERNEL_COLUMN_WIDTH = 20
 """Width of the kernel column if no step has a microkernel."""
+
+
+def calls_problem(calls: int, least: int) -> str | None:
+    """Return why a profile cannot have this number of calls, or ``None``."""
+    return None if least <= calls <= MAX_CALLS else f"calls = {calls}; it must be {least} to {MAX_CALLS}"
 
 
 class Clock:
