@@ -50,9 +50,9 @@ def log_about_data(log: logging.Logger, level: int, message: str) -> None:
 
 
 def is_function(data: Any) -> bool:
-    """Return whether data is a function. Models, classes, tensors and what can be iterated over are none."""
-    callable_data = (torch.Tensor, torch.nn.Module, type)
-    return callable(data) and not isinstance(data, callable_data) and not hasattr(data, "__iter__")
+    """Return whether data is a function. Models, classes, tensors and what can be iterated over are no functions."""
+    others = (torch.Tensor, torch.nn.Module, type)
+    return callable(data) and not isinstance(data, others) and not hasattr(data, "__iter__")
 
 
 def batches(data: Any) -> Iterator[Any]:
