@@ -50,7 +50,7 @@ def log_about_data(log: logging.Logger, level: int, message: str) -> None:
 
 
 def is_function(data: Any) -> bool:
-    """Return whether data is a function. Models, classes, tensors and what can be iterated over are no functions."""
+    """Return whether data is a function. Models, classes, tensors and iterables do not count."""
     others = (torch.Tensor, torch.nn.Module, type)
     return callable(data) and not isinstance(data, others) and not hasattr(data, "__iter__")
 
