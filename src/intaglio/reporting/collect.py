@@ -36,7 +36,7 @@ class Settings:
 
     Attributes:
         samples: number of samples to compare; ``None`` for all.
-        calls: number of timed calls; 0 measures no times.
+        calls: number of timed calls, at most 100,000; 0 measures no times.
         speed: whether to time the float model too.
 
     Raises:

@@ -135,7 +135,7 @@ def explain(
         float_model: the float model that was quantized.
         data: an iterable of batches, as for `compare`.
         samples: number of samples to compare (``None``: all).
-        calls: number of timed calls; 0 measures no times.
+        calls: number of timed calls, at most 100,000; 0 measures no times.
         progress: whether to show progress (default: on a terminal and in a notebook).
 
     Returns:

@@ -157,8 +157,8 @@ def report(
         model: the quantized model: what `quantize`, `load` or `eager.convert` returned.
         data: an iterable of batches as for `compare`, or ``None`` for a report without errors.
         samples: number of samples to compare (``None``: all).
-        calls: number of timed calls, and the largest number in each block of those in alternation with the float model;
-            0 measures no times.
+        calls: number of timed calls, at most 100,000, and the largest number in each block of those in alternation with
+            the float model; 0 measures no times.
         tries: number of operators that are left in float one at a time to see what it gains; 0 tries no changes.
         against: another quantized form of the same model, a `Report`, or the path of a report's JSON file, to show
             beside this one.

@@ -79,14 +79,14 @@ class QuantizedModel(SavableModel):
 
         Args:
             args: positional arguments of the call.
-            calls: number of timed calls.
+            calls: number of timed calls, at most 100,000.
             kwargs: keyword arguments of the call.
 
         Returns:
             The steps with their kernels and share of the peak throughput, and the overhead of a call.
 
         Raises:
-            InputError: ``calls`` is less than 1 or too large.
+            InputError: ``calls`` is less than 1 or more than 100,000.
         """
         if (problem := calls_problem(calls, 1)) is not None:
             raise InputError("profile", None, problem, remedy="leave calls out")

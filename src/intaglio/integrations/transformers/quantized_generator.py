@@ -53,6 +53,9 @@ from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 if TYPE_CHECKING:
     from intaglio.tune import Comparison
 
+OPTIONAL_ATTRIBUTES = ("hf_quantizer", "hf_device_map")
+"""Attributes that ``generate`` looks for in every model. Models have no submodules with these names."""
+
 
 class QuantizedGenerator(TransformerSurface, nn.Module):
     """Runs a model that generates with int8 programs and a key-value cache.
@@ -184,9 +187,8 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # `generate` asks every model for hf_quantizer and hf_device_map, which are not modules.
-            no_child = name.startswith(("_", "hf_"))
-            children: dict[str, Any] = {} if no_child else dict(self._structure.named_children())
+            is_module = not name.startswith("_") and name not in OPTIONAL_ATTRIBUTES
+            children: dict[str, Any] = dict(self._structure.named_children()) if is_module else {}
             if name not in children:
                 raise
             return children[name]

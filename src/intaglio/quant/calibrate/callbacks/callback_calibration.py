@@ -15,7 +15,7 @@ from intaglio.errors import CalibrationError
 from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Fixed
-from intaglio.quant.calibrate.batches import Binder, peek
+from intaglio.quant.calibrate.batches import Binder, is_function, peek
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.callbacks.calibration_info import (
     CalibrationInfo,
@@ -78,7 +78,7 @@ class Calibrator:
             return self._without_data()
         if not asked:
             return calibrate(self.prepared, self.data, **self.options)
-        if callable(self.data) and not isinstance(self.data, torch.Tensor) and not hasattr(self.data, "__iter__"):
+        if is_function(self.data):
             raise CalibrationError(
                 "data",
                 None,
