@@ -542,11 +542,6 @@ FAST = [
         lambda _: eager.convert(prepared_eagerly(ReadsData(), inputs=(ONES, -ONES)))(-ONES),
     ),
     Case(
-        "check the recipe, and that the model has convolutions or linear layers with float32 weights",
-        lambda _: eager.convert(prepared_eagerly(nn.Sequential(nn.Linear(4, 4)).double(), inputs=(X.double(),))),
-        lambda _: eager.convert(prepared_eagerly(linears())),
-    ),
-    Case(
         "load the state into a prepared model, and convert that",
         lambda _: eager.convert(prepared_eagerly(linears())).load_state_dict(prepared_eagerly(linears()).state_dict()),
         lambda _: load_and_convert(),

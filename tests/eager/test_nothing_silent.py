@@ -1,6 +1,7 @@
 """Define-by-run: what stays in float is as little as possible, and is reported."""
 
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -209,19 +210,24 @@ def test_coverage_of_a_prepared_model_is_an_error():
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("model", "reason", "remedy"),
     [
-        (nn.Sequential(nn.Linear(16, 4)).double(), "its result is not a float32 tensor but f64"),
-        (nn.Sequential(nn.Softmax(-1)), "no int8 kernel for this operator"),
+        (
+            nn.Sequential(nn.Linear(16, 4)).double(),
+            "its result is not a float32 tensor but f64",
+            r"convert the model with model\.float\(\)",
+        ),
+        (nn.Sequential(nn.Softmax(-1)), "no int8 kernel for this operator", "check the recipe"),
     ],
     ids=["float64", "no layers"],
 )
-def test_a_model_that_stays_in_float_is_an_error(model, reason, strict):
+def test_a_model_that_stays_in_float_is_an_error(model, reason, remedy, strict):
     x = rows().to(next((p.dtype for p in model.parameters()), torch.float32))
     prepared = eager.prepare(model.eval(), x)
     prepared(x)
-    with pytest.raises(UnsupportedError, match=f"nothing in it can be quantized: .*{reason}"):
+    with pytest.raises(UnsupportedError, match=f"nothing in it can be quantized: .*{reason}") as error:
         eager.convert(prepared, strict=strict)
+    assert re.match(remedy, error.value.remedy)
 
 
 class Sum(nn.Module):

@@ -68,6 +68,8 @@ def captured(kind: str = "two") -> stages.Captured:
         "sum": lambda: (Body(lambda m, x: m.a(x) + x, a=conv()), (X,)),
         "inputs": lambda: (Body(lambda m, x, y: m.a(x) + m.b(y), **two), (X, X)),
         "vectors": lambda: (nn.Linear(8, 4), (torch.randn(2, 8, generator=DRAW),)),
+        "doubles": lambda: (conv().double(), (X.double(),)),
+        "sample": lambda: (conv(), (X[0],)),
         "nothing": lambda: (nn.Hardshrink(), (X,)),
         "transposed": lambda: (nn.ConvTranspose2d(4, 4, 3), (torch.randn(2, 4, 6, 6, generator=DRAW),)),
         "buffers": lambda: (Averages(), (X,)),
@@ -262,6 +264,16 @@ CALIBRATION = {
         lambda: prepared("nothing"),
         "that the model has convolutions or linear layers with float32 weights",
         lambda: prepared("one"),
+    ),
+    "a model of doubles": (
+        lambda: prepared("doubles"),
+        "convert the model with model.float(), and the data with .to(torch.float32)",
+        lambda: stages.prepare(stages.capture(conv().double().float().eval(), X.double().to(torch.float32))),
+    ),
+    "samples without a batch axis": (
+        lambda: prepared("sample"),
+        "pass batches, of a data set for example with torch.utils.data.DataLoader(data, batch_size=8)",
+        lambda: intaglio.quantize(conv().eval(), torch.utils.data.DataLoader(list(X), batch_size=2)),
     ),
     "no data": (
         lambda: stages.convert(prepared()),

@@ -23,6 +23,7 @@ from intaglio.eager.segments.trace_frame import TraceFrame
 from intaglio.eager.serialization import SerializedSession, restore, store
 from intaglio.eager.snapshot import Snapshot
 from intaglio.errors import CaptureError, InputError, UnsupportedError
+from intaglio.quant.annotate.refusals import remedy_of_reasons
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime.reports.clipping import ClippingMonitor, ClippingPolicy
 from intaglio.torch_private import buffers_of, parameters_of, storage_key, submodules_of
@@ -256,7 +257,7 @@ class Session:
             problem = "nothing in it can be quantized" if self.segments else "no operator was recorded"
             text = reasons if reasons.startswith(problem) else ": ".join(filter(None, (problem, reasons)))
             remedies = [s.error.remedy for s in self.segments if isinstance(s.error, CaptureError) and s.error.remedy]
-            raise UnsupportedError("model", None, text, remedy=remedies[0] if remedies else NOTHING_QUANTIZED)
+            raise UnsupportedError("model", None, text, remedy=remedies[0] if remedies else remedy_of_reasons(text))
 
     def index_operators(self, segment: Segment) -> None:
         """Index the operators of a segment by path and function."""
@@ -355,7 +356,6 @@ class Session:
 
 
 NOT_STRICT = "convert without strict=True to run these operators in float"
-NOTHING_QUANTIZED = "check the recipe, and that the model has convolutions or linear layers with float32 weights"
 CALIBRATE_PATH = "calibrate with data for which the model runs these operators, or convert without strict=True"
 
 

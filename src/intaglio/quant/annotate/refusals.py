@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator as python_operator
+import re
 from collections.abc import Iterable, Mapping
 
 from torch import fx
@@ -38,6 +39,20 @@ READS_INPUT = "it reads a float input or buffer of the model"
 READS_FLOAT = "it reads the result of a float operator"
 QUANTIZED_ALREADY = "the model, or the callback of a pattern, has quantized its weight"
 OTHER_NUMBERS = "its result is complex, or has another type that no kernel computes with"
+NOT_FLOAT32 = "its result is not a float32 tensor"
+CHECK_RECIPE = "check the recipe, and that the model has convolutions or linear layers with float32 weights"
+USE_FLOAT32 = "convert the model with model.float(), and the data with .to(torch.float32)"
+USE_BATCHES = "pass batches, of a data set for example with torch.utils.data.DataLoader(data, batch_size=8)"
+
+
+def remedy_of_reasons(reasons: str) -> str:
+    """Return what can be done about a model in which nothing is quantized, for these reasons."""
+    if f"{NOT_FLOAT32} but {DType.F64}" in reasons:
+        return USE_FLOAT32
+    unbatched = re.search(r"conv(\d)d\.\w+\): the input has (\d) axes", reasons)
+    if unbatched is not None and int(unbatched[2]) == int(unbatched[1]) + 1:
+        return USE_BATCHES
+    return CHECK_RECIPE
 
 
 def refusal(node: fx.Node, setting: Setting) -> str | None:
@@ -57,7 +72,7 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     if kind is not None and kind.dtype is DType.OTHER:
         return OTHER_NUMBERS
     if kind is None or kind.dtype is not DType.F32:
-        return "its result is not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
+        return NOT_FLOAT32 + ("" if kind is None else f" but {kind.dtype}")
     if imported := _imported_weight(node, record):
         return f"weight-only quantization ({imported}, as imported): activations stay in float"
     if not setting.quantize:

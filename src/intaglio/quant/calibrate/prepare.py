@@ -23,6 +23,7 @@ from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, 
 from intaglio.quant.annotate.embedding_tables import table_notes
 from intaglio.quant.annotate.image_inputs import declare_images
 from intaglio.quant.annotate.node_annotations import Annotator
+from intaglio.quant.annotate.refusals import remedy_of_reasons
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Observed
 from intaglio.quant.calibrate.custom_observer import insert_custom_observers
@@ -216,8 +217,7 @@ def prepare_with_passes(
 def nothing_quantized(reasons: str) -> UnsupportedError:
     """Return the error for a model in which nothing is quantized."""
     problem = "nothing in it can be quantized" + (f": {reasons}" if reasons else "")
-    remedy = "check the recipe, and that the model has convolutions or linear layers with float32 weights"
-    return UnsupportedError("model", None, problem, remedy=remedy)
+    return UnsupportedError("model", None, problem, remedy=remedy_of_reasons(reasons))
 
 
 def quantizes_something(prepared: Prepared) -> bool:
