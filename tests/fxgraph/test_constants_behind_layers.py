@@ -143,3 +143,24 @@ def test_networks_with_frozen_batch_norms_are_as_accurate_as_with_batch_norms():
     assert all("affine" not in model.text("integer") for model in found)
     errors = [sqnr(model(data[0]), normed(data[0])) for model in found]
     assert errors[0] > errors[1] - 0.5
+
+
+def test_integers_with_a_constant_per_channel_are_computed_exactly():
+    """Hashes of tokens are larger than float32 holds exactly."""
+    primes = torch.arange(3, 11) * 10**9 + 7
+
+    def forward(m, x, tokens):
+        small = tokens.int() * primes.remainder(100).int()
+        return (
+            m.first(x),
+            (tokens * primes + primes) * 5 - primes,
+            small - primes.int(),
+            tokens.double() * primes.double(),
+        )
+
+    model = Body(forward, first=nn.Linear(4, 4))
+    x, tokens = torch.randn(6, 4), torch.randint(10**6, 10**7, (6, 8))
+    found = intaglio.quantize(model.eval(), [(x, tokens)], progress=False)
+    for exact, result in zip(model(x, tokens)[1:], found(x, tokens)[1:], strict=True):
+        assert result.dtype is exact.dtype
+        assert torch.equal(result, exact)

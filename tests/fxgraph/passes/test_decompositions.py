@@ -35,6 +35,15 @@ def rotated(h):
     return weighed + pairs.transpose(1, 2).transpose(2, 1).imag.repeat(1, 1, 2)
 
 
+def combined(h):
+    """Sums, differences, conjugates and quotients of complex numbers, of real tensors and of numbers."""
+    turns = torch.polar(torch.ones(4), torch.arange(4.0))
+    pairs = torch.view_as_complex(parts(h, 12, 4, 2))
+    both = torch.stack([(pairs.conj() * turns * turns + turns - pairs * (1 + 2j)) / 2, 0.5 - pairs + h[..., :4]])
+    turned = torch.cat([both * 1j - h[:, :1, :4], both - (2 - 1j)], -1).sum(0)
+    return torch.view_as_real(turned).flatten(2) + (h[..., :1] - pairs).imag.mean(1, keepdim=True)[..., :1]
+
+
 def written(h):
     """Every third row is changed in place, from the third on and from the first on, and some columns."""
     rows = h.clone()
@@ -56,6 +65,7 @@ BODIES = {
     "clamps by wider tensors": lambda h: torch.clamp(h.mean(1, True), h.amin(1, True), h),
     "clamps by tensors": lambda h: h.clamp(min=h[:, :1], max=h.amax(-1, True)) + torch.clamp(h, max=h[:, 3:4]),
     "complex numbers": rotated,
+    "arithmetic of complex numbers": combined,
     "writes into every second or third element": written,
     "resized masks of all images": lambda h: (
         F.interpolate(h[None], size=(5, 3))[0][:, :, :1] + F.interpolate(h[None], (5, 4), mode="bilinear")[0, ..., 1:2]
@@ -99,6 +109,12 @@ def test_the_program_computes_them(subtests):
 ISLANDS = {
     "spectra of Fourier transforms": lambda h: torch.view_as_real(
         torch.fft.rfft(h) * torch.ones(5, dtype=torch.cfloat)
+    ),
+    "products of complex numbers with spectra": lambda h: (
+        (
+            torch.view_as_complex(parts(h, 12, 4, 2)) * torch.polar(torch.ones(4), torch.arange(4.0)) * 2j
+            + torch.fft.rfft(h[..., :6])
+        ).imag
     ),
     "products with spectra": lambda h: (torch.fft.rfft(h) * torch.complex(h[..., :5], h[..., 3:])).real,
     "clamps of other element types": lambda h: h.argmax(1).clamp(h[:, 0], h[:, 1]),

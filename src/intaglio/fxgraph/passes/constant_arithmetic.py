@@ -9,6 +9,7 @@ from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import inherit_info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
 from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS
+from intaglio.ir import DType
 from intaglio.ops.channels import channel_axis
 
 
@@ -56,11 +57,12 @@ def _composed(
 
 
 def with_channels(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether one operand is a finite constant per channel of the other, and no division by zero can occur."""
+    """Return whether one operand is a finite float32 constant per channel of the other, a float32 tensor, and no
+    division by zero can occur."""
     if not _takes_constant(node):
         return False
     x, c = value_and_constant(node)
-    if tensor_type(x) != tensor_type(node) or known_type(x).dtype is not known_type(c).dtype:
+    if tensor_type(x) != tensor_type(node) or {known_type(x).dtype, known_type(c).dtype} != {DType.F32}:
         return False
     shape, tensor = known_type(x).shape, getattr(module, c.target)
     if len(shape) < 2 or tensor.numel() == 1 or channel_axis(tuple(tensor.shape), shape) is None:
