@@ -11,6 +11,7 @@ import sys
 import textwrap
 import zipfile
 from collections import OrderedDict, namedtuple
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -239,8 +240,16 @@ def test_structures_of_classes_are_refused_by_name(tmp_path):
 
 
 def test_arguments_that_cannot_be_saved_are_refused_by_leaf():
-    with pytest.raises(NotStorableError, match="complex"):
-        encode(1j)
+    with pytest.raises(NotStorableError, match="Fraction"):
+        encode([Fraction(1, 2)])
+
+
+def test_complex_results_and_numbers_of_float_parts_are_saved(tmp_path):
+    model, _ = built(lambda m, x: (torch.fft.rfft(m.c(x)) * (0.5 - 1j), torch.complex(m.c(x), x) * 2j), picture())
+    loaded = through(model, tmp_path / "m")
+    x = picture(seed=3)
+    assert_same(loaded(x), model(x))
+    assert [result.dtype for result in loaded(x)] == [torch.complex64] * 2
 
 
 def test_unknown_custom_operators_are_refused(tmp_path):
@@ -666,6 +675,7 @@ VALUES = st.recursive(
         st.booleans(),
         st.integers(),
         st.floats(allow_nan=False),
+        st.complex_numbers(allow_nan=False),
         st.text(),
         DIMS,
         st.sampled_from([torch.float32, torch.int8, torch.channels_last, torch.strided, torch.device("cpu")]),

@@ -371,15 +371,20 @@ def _difference(got: Any, expected: Any, tolerance: tuple[float, float]) -> str 
             if a.dtype is b.dtype and torch.equal(a, b):
                 continue
             near, far = tolerance
-            if not torch.allclose(a.double(), b.double(), rtol=near, atol=far * _largest_magnitude(b), equal_nan=True):
-                apart = torch.where(a == b, 0.0, (a.double() - b.double()).abs())  # equal infinities are not apart
+            x, y = _in_double_precision(a), _in_double_precision(b)
+            if not torch.allclose(x, y, rtol=near, atol=far * _largest_magnitude(y), equal_nan=True):
+                apart = torch.where(a == b, 0.0, (x - y).abs())  # equal infinities are not apart
                 return f"a result differs from that of the model by {apart.max():.3g}"
         elif a != b:
             return f"a result is {a!r}, but that of the model {b!r}"
     return None
 
 
+def _in_double_precision(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def _largest_magnitude(tensor: torch.Tensor) -> float:
-    finite = tensor.double().abs()
+    finite = tensor.abs()
     finite = finite[torch.isfinite(finite)]
     return max(finite.max().item(), 1e-6) if finite.numel() else 1e-6

@@ -72,12 +72,15 @@ class NotStorableError(ValueError):
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON: None, numbers, strings, lists and tuples of them, symbolic dimensions, torch dtypes,
-    layouts and memory formats, and the CPU device. Raise `NotStorableError` for other values."""
+    """Return a value as JSON: None, numbers, complex ones among them, strings, lists and tuples of them, symbolic
+    dimensions, torch dtypes, layouts and memory formats, and the CPU device. Raise `NotStorableError` for other values.
+    """
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
+    if type(value) is complex:
+        return {"complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
         return {"tuple": [encode(item) for item in value]}
     if isinstance(value, list):  # torch.fx has a subclass of list
@@ -104,6 +107,9 @@ def decode(value: Any) -> Any:
     match tag:
         case "float":
             return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content]
+        case "complex":
+            real, imaginary = map(decode, content)
+            return complex(real, imaginary)
         case "tuple":
             return tuple(decode(item) for item in content)
         case "dim":

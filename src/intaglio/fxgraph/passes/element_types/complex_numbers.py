@@ -28,7 +28,7 @@ OF_EACH_PART = tuple(
 )
 """Operators of one complex tensor that do the same to its real and its imaginary part."""
 PRODUCTS = ("aten.mul.Tensor", "aten.mul.Scalar")
-SUMS = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar", "aten.rsub.Scalar")
+COMPLEX_SUMS = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar", "aten.rsub.Scalar")
 QUOTIENTS = ("aten.div.Tensor", "aten.div.Scalar")
 JOINED = ("aten.cat.default", "aten.stack.default")
 CONJUGATES = ("aten._conj.default", "aten.conj.default", "aten.conj_physical.default")
@@ -94,7 +94,7 @@ def _is_known(node: fx.Node, made: Collection[fx.Node]) -> bool:
     if is_constant(node):
         return bool(getattr(node.graph.owning_module, str(node.target)).dtype is torch.complex64)
     others = [source for source in tensor_nodes((node.args, node.kwargs)) if source not in made]
-    if name in (*CREATING, *PRODUCTS, *SUMS, *QUOTIENTS):
+    if name in (*CREATING, *PRODUCTS, *COMPLEX_SUMS, *QUOTIENTS):
         return _is_known_arithmetic(node, made, others)
     return name in (*READING, *OF_EACH_PART, *CONJUGATES, *JOINED) and not others and "dtype" not in node.kwargs
 
@@ -108,7 +108,11 @@ def _is_known_arithmetic(node: fx.Node, made: Collection[fx.Node], others: Colle
     if name in QUOTIENTS:
         divisor = node.args[1]
         return node.args[0] in made and divisor not in made and not isinstance(divisor, complex)
-    if name in SUMS and others and any(known_type(x).shape != known_type(node).shape for x in node.args if x in made):
+    if (
+        name in COMPLEX_SUMS
+        and others
+        and any(known_type(x).shape != known_type(node).shape for x in node.args if x in made)
+    ):
         return False  # the imaginary part would have to be broadcast to the real tensor
     return all(isinstance(number, (int, float, complex)) for number in numbers)
 
@@ -139,7 +143,7 @@ def _parts(node: fx.Node, pairs: Pairs) -> tuple[fx.Node, fx.Node]:
         return real, imaginary
     if name in PRODUCTS:
         return _product(node, pairs, kind)
-    if name in SUMS:
+    if name in COMPLEX_SUMS:
         return _sum(node, pairs, kind)
     source, *rest = node.args
     if name in CONJUGATES:
