@@ -22,7 +22,7 @@ from torch import nn
 import intaglio
 from intaglio.build import stored_programs
 from intaglio.codegen import PrintedProgram
-from intaglio.codegen.emitters import emit_matmul
+from intaglio.codegen.emitters import emit_linear_f32, emit_matmul
 from intaglio.errors import ArtifactError
 from intaglio.ir import Constants, StoredArray
 from intaglio.native import program_cache
@@ -60,9 +60,9 @@ def saved(request, tmp_path_factory) -> tuple[Path, torch.Tensor, torch.Tensor]:
 def packed(monkeypatch) -> list[str]:
     """The names of weights that are packed during the test."""
     found: list[str] = []
-    for name in ("pack_int4", "pack_weights"):
-        pack = getattr(emit_matmul, name)
-        monkeypatch.setattr(emit_matmul, name, lambda *args, p=pack, n=name: (found.append(n), p(*args))[1])
+    for module, name in ((emit_matmul, "pack_int4"), (emit_matmul, "pack_weights"), (emit_linear_f32, "pack_panels")):
+        pack = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, p=pack, n=name: (found.append(n), p(*args))[1])
     return found
 
 
