@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from intaglio import numerics
-from intaglio.codegen.context import Context
+from intaglio.codegen.context import Context, fill_result_halo
 from intaglio.codegen.emitters.loop_variables import number
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, DType, Shape
@@ -19,8 +19,10 @@ ADDEND = {DType.F32: "float", DType.I64: "uint64_t"}
 
 
 def emit_index(code: Code, partition: Partition, context: Context) -> None:
-    """Print the copy of the elements at the indices of some axes."""
+    """Print the copy of the elements at the indices of some axes, and fill the halo of the result."""
     op, types = partition.anchor, context.graph.types
+    if context.halo(op.output):
+        fill_result_halo(code, context, op.output, context.limits(op))
     source, *indices = op.inputs
     axes, place = op.attrs["axes"], op.attrs["place"]
     start, strides = context.strided(source)
