@@ -310,14 +310,10 @@ def forget_compiled_loops() -> None:
                     remove_from_cache(code)
 
 
-DECOMPOSED_COMPOSITES = (
-    torch.ops.aten.einsum.default,
-    torch.ops.aten.tensordot.default,
-    torch.ops.aten.linalg_multi_dot.default,
-    torch.ops.aten.chain_matmul.default,
-)
-"""Operators that PyTorch would preserve, and that are decomposed: they become products of matrices and linear layers,
-which have an integer form."""
+MATRIX_PRODUCTS = ("einsum", "tensordot", "linalg_multi_dot", "chain_matmul")
+DISTANCES = ("cosine_similarity", "pairwise_distance", "diff")
+DECOMPOSED_COMPOSITES = {getattr(torch.ops.aten, name).default for name in (*MATRIX_PRODUCTS, *DISTANCES)}
+"""Operators that PyTorch would preserve, and that are decomposed into operators which layers or loops compute."""
 
 
 def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.nodes import operator
-from intaglio.fxgraph.passes.decompositions import mean_to_adaptive_avg_pool
+from intaglio.fxgraph.passes.decompositions.reductions import mean_to_adaptive_avg_pool
 from intaglio.quant.calibrate.prepare import annotate
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run

@@ -55,6 +55,8 @@ def test_lookup_tables_match_torch(name):
         "celu": {"alpha": 0.6},
         "softplus": {"beta": 2, "threshold": 3},
         "threshold": {"threshold": 0.3, "value": -0.5},
+        "softshrink": {"lambd": 0.4},
+        "hardshrink": {"lambd": 0.4},
     }.get(name, {})
     numbers = {"add_number": 0.75, "sub_number": 0.3, "rsub_number": 2, "mul_number": 3, "div_number": 0.4}
     attrs["other"] = numbers.get(name, 0)

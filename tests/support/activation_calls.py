@@ -21,6 +21,8 @@ CALLS = {
     "abs": torch.abs,
     "neg": lambda x: -x,
     "square": torch.square,
+    "softshrink": lambda x: F.softshrink(x, 0.4),
+    "hardshrink": lambda x: F.hardshrink(x, 0.4),
     "exp": torch.exp,
     "expm1": torch.expm1,
     "sin": torch.sin,

@@ -62,6 +62,15 @@ def _leaky_relu(x: np.ndarray, attrs: Attrs) -> np.ndarray:
     return np.where(x > 0, x, x * float(attrs.get("negative_slope", 0.01)))
 
 
+def _softshrink(x: np.ndarray, attrs: Attrs) -> np.ndarray:
+    reach = float(attrs.get("lambd", 0.5))
+    return x - np.clip(x, -reach, reach)
+
+
+def _hardshrink(x: np.ndarray, attrs: Attrs) -> np.ndarray:
+    return np.where(np.abs(x) <= float(attrs.get("lambd", 0.5)), 0, x)
+
+
 SELU = {"alpha": 1.6732632423543772848170429916717, "scale": 1.0507009873554804934193349852946}
 """Constants of Klambauer et al. 2017."""
 
@@ -163,6 +172,8 @@ UNARY_OPS = (
         lambda x, a: np.where(x > float(a["threshold"]), x, float(a["value"])),
         loop=FloatLoop(smooth.threshold),
     ),
+    function("softshrink", _softshrink, loop=FloatLoop(smooth.softshrink)),
+    function("hardshrink", _hardshrink, loop=FloatLoop(smooth.hardshrink)),
     function("exp", lambda x, a: np.exp(x), loop=bodies.unary("exp")),
     function("expm1", lambda x, a: np.expm1(x), loop=FloatLoop(smooth.expm1)),
     function("sin", lambda x, a: np.sin(x), loop=bodies.unary("sin")),
@@ -204,7 +215,7 @@ UNARY_OPS = (
         "pow_number",
         lambda x, a: np.power(x, float(a["exponent"])),
         "aten.pow.Tensor_Scalar",
-        loop=FloatLoop(bodies.power, bodies.require_small_power),
+        loop=FloatLoop(smooth.power, smooth.require_small_power),
         steep=lambda attrs: 0 if float(attrs["exponent"]) < 1 else None,
     ),
 )

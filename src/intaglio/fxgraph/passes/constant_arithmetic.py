@@ -12,6 +12,8 @@ from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS
 from intaglio.ir import DType
 from intaglio.ops.channels import channel_axis
 
+POWER_TARGET = "aten.pow.Tensor_Tensor"
+
 
 def channel_constants_to_affine(module: fx.GraphModule) -> int:
     """Replace arithmetic with a constant per channel by ``shift + x * scale`` (addcmul).
@@ -96,13 +98,16 @@ def as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Ten
 
 
 def scalar_constants_to_numbers(module: fx.GraphModule) -> int:
-    """Replace constants with one element in arithmetic by numbers."""
-    hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_number(module, node)]
+    """Replace constants with one element in arithmetic, and as exponents, by numbers."""
+    named = (node for node in module.graph.nodes if operator(node) in (*ARITHMETIC_TARGETS, POWER_TARGET))
+    hits = [node for node in named if _with_number(module, node)]
     for node in hits:
         x, c = value_and_constant(node)
         number = getattr(module, c.target).item()
         if operator(node) == "aten.sub.Tensor" and node.args[0] is c:
             node.target = torch.ops.aten.rsub.Scalar
+        elif operator(node) == POWER_TARGET:
+            node.target = torch.ops.aten.pow.Tensor_Scalar
         node.args = (x, number)
     return len(hits)
 
@@ -113,4 +118,5 @@ def _with_number(module: fx.GraphModule, node: fx.Node) -> bool:
     x, c = value_and_constant(node)
     if tensor_type(x) != tensor_type(node) or getattr(module, c.target).numel() != 1:
         return False
-    return node.args[0] is x or (operator(node) != "aten.div.Tensor" and arguments(node).get("alpha", 1) == 1)
+    commutes = operator(node) not in ("aten.div.Tensor", POWER_TARGET)
+    return node.args[0] is x or (commutes and arguments(node).get("alpha", 1) == 1)

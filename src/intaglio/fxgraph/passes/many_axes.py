@@ -9,7 +9,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import operator, replace_node
-from intaglio.fxgraph.passes.movement_decompositions import call_like, reshape_like
+from intaglio.fxgraph.passes.decompositions.movement import call_like, reshape_like
 from intaglio.ir import Dim, Shape
 from intaglio.ops.movement.shape import MAX_AXES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from intaglio.ops.loop_ops import loop_bodies as bodies
+from intaglio.ops.loop_ops import smooth_activations as smooth
 from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.opdef import OpDef
 
@@ -44,6 +45,7 @@ ELEMENTWISE = (
     _steep_function("sqrt", bodies.unary("sqrt")),
     _steep_function("reciprocal", bodies.unary("reciprocal")),
     _steep_function("log", bodies.unary("log")),
+    _steep_function("log1p", FloatLoop(smooth.log1p)),
     _steep_function("rsqrt", FloatLoop(bodies.rsqrt)),
     _function("floor", bodies.unary("floor")),
     _function("ceil", bodies.unary("ceil")),

@@ -72,27 +72,6 @@ def require_exact_division(call: FloatCall) -> str | None:
     return None if whole else "only integers divided by a number other than 0 are rounded"
 
 
-def power(body: Body, call: FloatCall, v: Values) -> str:
-    """Write a power with one of the exponents that `require_small_power` accepts."""
-    exponent, x = float(v["exponent"]), v["self"]
-    if exponent == 0.5:
-        return body("sqrt", x)
-    if exponent < 0:
-        return body("reciprocal", body("sqrt", x) if exponent == -0.5 else x)
-    square = body("mul", x, x)
-    return square if exponent == 2 else body("mul", square, x)
-
-
-def require_small_power(call: FloatCall) -> str | None:
-    """Return why a power is refused: only a few exponents are supported."""
-    exponent = call.arguments["exponent"]
-    return (
-        None
-        if exponent in (2, 3, 0.5, -0.5, -1)
-        else f"the exponent is {exponent}; supported are 2, 3, 1/2, -1/2 and -1"
-    )
-
-
 def clamp(body: Body, call: FloatCall, v: Values) -> str:
     """Write relu, relu6, clamp or hardtanh; an omitted bound is infinite."""
     if call.target == "aten.relu.default":

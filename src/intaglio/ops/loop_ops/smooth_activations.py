@@ -1,10 +1,14 @@
-"""Loop bodies of activations that are made of exponentials and logarithms."""
+"""Loop bodies of functions that are made of exponentials and logarithms, of powers and of shrinkage."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from intaglio.ops.loop_ops.float_loop import Values
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 
+HIGHEST_POWER = 8
+"""Largest whole exponent of a power, which is computed by products."""
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 """Constants of Klambauer et al. 2017."""
 
@@ -70,3 +74,60 @@ def threshold(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``x`` above a threshold, and a number elsewhere."""
     above = body("gt", v["self"], float(v["threshold"]))
     return body("where", above, v["self"], float(v["value"]))
+
+
+def power(body: Body, call: FloatCall, v: Values) -> str:
+    """Write a power.
+
+    Small whole exponents are products, and 1/2 is a root. Others are ``exp(exponent * log(x))``, which is not a number
+    below zero, as in torch.
+    """
+    exponent, x = float(v["exponent"]), v["self"]
+    if exponent < 0 and (exponent == -0.5 or exponent.is_integer()):
+        return body("reciprocal", _power(body, x, -exponent))
+    return _power(body, x, exponent)
+
+
+def _power(body: Body, x: str, exponent: float) -> str:
+    if exponent == 0.5:
+        return body("sqrt", x)
+    if not exponent.is_integer():
+        return body("exp", body("mul", body("log", x), exponent))
+    found = "" if int(exponent) % 2 == 0 else x
+    while (exponent := exponent // 2) > 0:
+        x = body("mul", x, x)
+        if int(exponent) % 2:
+            found = body("mul", found, x) if found else x
+    return found
+
+
+def require_small_power(call: FloatCall) -> str | None:
+    """Return why a power is refused: whole exponents must be small."""
+    exponent = call.arguments["exponent"]
+    if not isinstance(exponent, (int, float)) or not np.isfinite(exponent):
+        return f"the exponent is {exponent}; supported are numbers"
+    if float(exponent).is_integer() and not 1 <= abs(exponent) <= HIGHEST_POWER:
+        return f"the exponent is {exponent}; supported are fractions, and 1 to {HIGHEST_POWER} with both signs"
+    return None
+
+
+def log1p(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``log(1 + x)``; up to 1 with the factor ``x / ((1 + x) - 1)``, which keeps small results (Kahan)."""
+    x = v["self"]
+    above = body("add", x, 1.0)
+    logarithm = body("log", above)
+    near = body("mul", logarithm, body("div", x, body("sub", above, 1.0)))
+    near = body("where", body("eq", above, 1.0), x, near)
+    return body("where", body("gt", x, 1.0), logarithm, near)
+
+
+def softshrink(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``x`` moved towards 0 by a number, and 0 between the two."""
+    x, reach = v["self"], float(v.get("lambd", 0.5))
+    return body("sub", x, body("clamp", x, low=-reach, high=reach))
+
+
+def hardshrink(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``x`` outside of an interval around 0, and 0 in it."""
+    inside = body("le", body("abs", v["self"]), float(v.get("lambd", 0.5)))
+    return body("where", inside, 0.0, v["self"])

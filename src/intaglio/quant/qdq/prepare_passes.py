@@ -22,21 +22,44 @@ from intaglio.fxgraph.passes.canonicalize_matmul import (
 )
 from intaglio.fxgraph.passes.constant_arithmetic import channel_constants_to_affine, scalar_constants_to_numbers
 from intaglio.fxgraph.passes.constant_folding import fold_constants
-from intaglio.fxgraph.passes.decompositions import (
+from intaglio.fxgraph.passes.decompositions.movement import (
+    decompose_copy,
+    decompose_expand,
+    decompose_flip,
+    decompose_padding,
+    decompose_repeat,
+    decompose_repeat_interleave,
+    decompose_roll,
+    decompose_slice_scatter,
+    expand_filled,
+)
+from intaglio.fxgraph.passes.decompositions.reductions import (
+    decompose_adaptive_max_pool,
+    decompose_group_norm,
+    decompose_logsumexp,
+    decompose_variance,
+    join_axes_of_layer_norm,
+    mean_to_adaptive_avg_pool,
+    split_extrema,
+)
+from intaglio.fxgraph.passes.decompositions.single_operators import (
     channels_to_images,
     clamp_by_tensors,
     decompose_fold,
     decompose_glu,
-    decompose_group_norm,
+    decompose_lerp,
     decompose_meshgrid,
     decompose_select,
     decompose_split,
     decompose_stack,
+    exact_neighbours_to_nearest,
     fuse_channel_shuffle,
-    mean_to_adaptive_avg_pool,
-    split_extrema,
+    norms_to_vector_norms,
+    powers_and_logarithms_of_other_bases,
+    triangles_to_masks,
     use_scalar_overloads,
 )
+from intaglio.fxgraph.passes.decompositions.windows import decompose_unfold, decompose_windows
 from intaglio.fxgraph.passes.element_types.complex_numbers import decompose_complex
 from intaglio.fxgraph.passes.element_types.widen_integers import (
     cast_before_cumsum,
@@ -60,17 +83,6 @@ from intaglio.fxgraph.passes.indices.sorting import (
 )
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.many_axes import merge_pointwise_axes
-from intaglio.fxgraph.passes.movement_decompositions import (
-    decompose_copy,
-    decompose_expand,
-    decompose_padding,
-    decompose_repeat,
-    decompose_repeat_interleave,
-    decompose_roll,
-    decompose_slice_scatter,
-    expand_filled,
-)
-from intaglio.fxgraph.passes.window_decompositions import decompose_unfold, decompose_windows
 from intaglio.quant.qdq.imported.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.imported.qdq_propagation import propagate_qdq
 from intaglio.quant.qdq.imported.qdq_to_u8 import convert_qdq_to_u8, decompose_unsupported_rhs
@@ -128,11 +140,20 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     sizes_to_tensors,
     batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
     split_extrema,
+    decompose_adaptive_max_pool,
+    decompose_logsumexp,
+    decompose_variance,
     clamp_by_tensors,
+    norms_to_vector_norms,
+    decompose_lerp,
+    powers_and_logarithms_of_other_bases,
+    triangles_to_masks,
+    exact_neighbours_to_nearest,
     channels_to_images,
     pads_of_max_pools,  # before anything looks for values to quantize
     decompose_padding,
     decompose_fold,
+    join_axes_of_layer_norm,
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
     channel_constants_to_affine,
     decompose_meshgrid,  # before expansions
@@ -147,6 +168,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     decompose_repeat,
     decompose_repeat_interleave,
     decompose_roll,
+    decompose_flip,
     decompose_copy,  # before writes into slices, whose values are copies
     decompose_slice_scatter,
     decompose_unfold,

@@ -1,87 +1,34 @@
-"""Decomposition of operators without a record into operators that have one."""
+"""Decomposition of operators that compute each element, or move elements, into operators with a record."""
 
 from __future__ import annotations
 
 import math
 import operator as python_operator
 from itertools import product
-from typing import Any
 
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import adopt_origin, constant_path, inherit_info, known_type, tensor_type
+from intaglio.fxgraph.node_info import adopt_origin, inherit_info, known_type, tensor_type
 from intaglio.fxgraph.nodes import (
     arguments,
     call_before,
     constant_node,
-    is_constant,
     operator,
     replace_node,
     reshape_before,
     size_along,
 )
-from intaglio.ir import DType, Shape, TensorType, evaluate, numel
+from intaglio.fxgraph.passes.decompositions.movement import call_like
+from intaglio.ir import DType, Shape, TensorType, evaluate
 from intaglio.ops.images.resize import RESIZE_OPS
 from intaglio.ops.loop_ops.primitives import broadcast
 from intaglio.ops.movement.shape import END
 from intaglio.ops.opdef import numbers
 
 aten = torch.ops.aten
-EXTREMA = {
-    "aten.max.dim": (aten.amax.default, aten.argmax.default),
-    "aten.min.dim": (aten.amin.default, aten.argmin.default),
-}
-"""Operators that compute the values and the places of extrema along an axis."""
 RESIZES = tuple(target for record in RESIZE_OPS for target in record.targets)
 """Operators that resize each channel of each image alone."""
-
-
-def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
-    """Insert a call with this shape and the element type of `old` in front of `old`."""
-    return call_before(old, TensorType(shape, known_type(old).dtype), target, *args)
-
-
-def decompose_group_norm(module: fx.GraphModule) -> int:
-    """Decompose group_norm into a layer norm with groups as rows, and a factor and offset per channel.
-
-    Instance norm by the statistics of its input has one group per channel.
-    """
-    norms = (node for node in module.graph.nodes if operator(node) in GROUP_NORMS)
-    hits = [node for node in norms if _groups_are_rows(node)]
-    for node in hits:
-        given, shape = _group_arguments(node), known_type(node).shape
-        rows = (shape[0], given["num_groups"], shape[1] // given["num_groups"] * numel(shape[2:]))
-        sizes = [size_along(node, node.args[0], axis) for axis in range(len(shape))]
-        x = _call(node, rows, aten.reshape.default, node.args[0], [sizes[0], rows[1], -1])
-        x = _call(node, rows, aten.layer_norm.default, x, [size_along(node, x, 2)], None, None, given["eps"])
-        x = _call(node, shape, aten.reshape.default, x, sizes)
-        for target, value in ((aten.mul.Tensor, given["weight"]), (aten.add.Tensor, given["bias"])):
-            if value is not None:
-                name = f"{value.target}_channels"
-                if not hasattr(module, name):
-                    each = getattr(module, str(value.target)).reshape(-1, *[1] * (len(shape) - 2))
-                    module.register_buffer(name, each)
-                x = _call(node, shape, target, x, constant_node(module, name, constant_path(value, name)))
-        replace_node(node, x)
-    return len(hits)
-
-
-GROUP_NORMS = ("aten.group_norm.default", "aten.instance_norm.default")
-
-
-def _group_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a group norm, or those of an instance norm as a group norm."""
-    return {"num_groups": known_type(node).shape[1], **arguments(node)}
-
-
-def _groups_are_rows(node: fx.Node) -> bool:
-    """Return whether the number of channels is static, and weight and bias are constant."""
-    given, kind = _group_arguments(node), tensor_type(node)
-    constants = [given[name] for name in ("weight", "bias") if given[name] is not None]
-    if kind is None or not isinstance(kind.shape[1], int):
-        return False
-    return bool(given.get("use_input_stats", True)) and all(map(is_constant, constants))
 
 
 def decompose_meshgrid(module: fx.GraphModule) -> int:
@@ -97,8 +44,8 @@ def decompose_meshgrid(module: fx.GraphModule) -> int:
             ones[axes[place]] = size_along(user, vectors[place], 0)
             shape = tuple(known_type(vectors[place]).shape[0] if n == axes[place] else 1 for n in range(len(vectors)))
             sizes = [size_along(user, vectors[axes[n]], 0) for n in range(len(vectors))]
-            x = _call(user, shape, aten.reshape.default, vectors[place], ones)
-            replace_node(user, _call(user, known_type(user).shape, aten.expand.default, x, sizes))
+            x = call_like(user, shape, aten.reshape.default, vectors[place], ones)
+            replace_node(user, call_like(user, known_type(user).shape, aten.expand.default, x, sizes))
         module.graph.erase_node(node)
     return len(hits)
 
@@ -110,10 +57,10 @@ def decompose_glu(module: fx.GraphModule) -> int:
     for node in hits:
         shape, axis = known_type(node).shape, arguments(node)["dim"] % len(known_type(node).shape)
         half = evaluate(shape[axis], {})
-        first = _call(node, shape, aten.slice.Tensor, node.args[0], axis, 0, half)
-        second = _call(node, shape, aten.slice.Tensor, node.args[0], axis, half, 2 * half)
-        gate = _call(node, shape, aten.sigmoid.default, second)
-        replace_node(node, _call(node, shape, aten.mul.Tensor, first, gate))
+        first = call_like(node, shape, aten.slice.Tensor, node.args[0], axis, 0, half)
+        second = call_like(node, shape, aten.slice.Tensor, node.args[0], axis, half, 2 * half)
+        gate = call_like(node, shape, aten.sigmoid.default, second)
+        replace_node(node, call_like(node, shape, aten.mul.Tensor, first, gate))
     return len(hits)
 
 
@@ -159,8 +106,8 @@ def decompose_select(module: fx.GraphModule) -> int:
         adopt_origin(node, node.args[0] if node.target is python_operator.getitem else node)
         shape = known_type(source).shape
         one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
-        part = _call(node, one, aten.slice.Tensor, source, axis, index, stop)
-        replace_node(node, _call(node, known_type(node).shape, aten.squeeze.dim, part, axis))
+        part = call_like(node, one, aten.slice.Tensor, source, axis, index, stop)
+        replace_node(node, call_like(node, known_type(node).shape, aten.squeeze.dim, part, axis))
     return count
 
 
@@ -185,8 +132,8 @@ def decompose_stack(module: fx.GraphModule) -> int:
         parts, shape = node.args[0], known_type(node).shape
         axis = arguments(node)["dim"] % len(shape)
         one = (*shape[:axis], 1, *shape[axis + 1 :])
-        wide = [_call(node, one, aten.unsqueeze.default, part, axis) for part in parts]
-        replace_node(node, _call(node, shape, aten.cat.default, wide, axis))
+        wide = [call_like(node, one, aten.unsqueeze.default, part, axis) for part in parts]
+        replace_node(node, call_like(node, shape, aten.cat.default, wide, axis))
     return len(hits)
 
 
@@ -210,31 +157,114 @@ def fuse_channel_shuffle(module: fx.GraphModule) -> int:
     return count
 
 
-def split_extrema(module: fx.GraphModule) -> int:
-    """Replace ``max`` and ``min`` along an axis by their values and their places, as far as these are read."""
-    hits = [node for node in module.graph.nodes if operator(node) in EXTREMA]
-    for node in hits:
-        given = arguments(node)
-        for user in list(node.users):
-            target = EXTREMA[operator(node)][user.args[1]]
-            axes = given["dim"] if user.args[1] else [given["dim"]]
-            replace_node(user, call_before(user, known_type(user), target, node.args[0], axes, given["keepdim"]))
-        module.graph.erase_node(node)
-    return len(hits)
-
-
 def clamp_by_tensors(module: fx.GraphModule) -> int:
     """Replace clamps whose bounds are tensors of the same element type by maxima and minima."""
-    hits = [node for node in module.graph.nodes if operator(node) == "aten.clamp.Tensor"]
+    hits = [node for node in module.graph.nodes if operator(node) in CLAMPS_BY_TENSORS]
     hits = [node for node in hits if len({known_type(value).dtype for value in (node, *node.all_input_nodes)}) == 1]
     for node in hits:
         given, value = arguments(node), node.args[0]
         for name, target in (("min", aten.maximum.default), ("max", aten.minimum.default)):
-            if (bound := given[name]) is not None:
+            if (bound := given.get(name)) is not None:
                 shape = broadcast(known_type(value).shape, known_type(bound).shape)
-                value = _call(node, shape, target, value, bound)
+                value = call_like(node, shape, target, value, bound)
         replace_node(node, value)
     return len(hits)
+
+
+CLAMPS_BY_TENSORS = ("aten.clamp.Tensor", "aten.clamp_min.Tensor", "aten.clamp_max.Tensor")
+
+
+def norms_to_vector_norms(module: fx.GraphModule) -> int:
+    """Replace the overload of ``torch.norm`` along axes by that of ``torch.linalg``."""
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.norm.ScalarOpt_dim"]
+    for node in hits:
+        given = arguments(node)
+        order = 2 if given["p"] is None else given["p"]
+        found = (node.args[0], order, given["dim"], given["keepdim"])
+        replace_node(node, call_like(node, known_type(node).shape, aten.linalg_vector_norm.default, *found))
+    return len(hits)
+
+
+def powers_and_logarithms_of_other_bases(module: fx.GraphModule) -> int:
+    """Replace powers of 2 and of another positive number, and logarithms to the bases 2 and 10, by those of e."""
+    hits = 0
+    for node in [node for node in module.graph.nodes if operator(node) in (*LOGARITHMS, *POWERS)]:
+        name, shape = operator(node), known_type(node).shape
+        if known_type(node).dtype is not DType.F32:
+            continue
+        if name in LOGARITHMS:
+            found = call_like(node, shape, aten.log.default, node.args[0])
+            found = call_like(node, shape, aten.mul.Tensor, found, 1 / math.log(LOGARITHMS[name]))
+        else:
+            base, exponent = (2, node.args[0]) if name == "aten.exp2.default" else node.args
+            if base <= 0 or not math.isfinite(base):
+                continue
+            scaled = call_like(node, shape, aten.mul.Tensor, exponent, math.log(base))
+            found = call_like(node, shape, aten.exp.default, scaled)
+        replace_node(node, found)
+        hits += 1
+    return hits
+
+
+LOGARITHMS = {"aten.log2.default": 2, "aten.log10.default": 10}
+POWERS = ("aten.exp2.default", "aten.pow.Scalar")
+
+
+def decompose_lerp(module: fx.GraphModule) -> int:
+    """Replace ``lerp(a, b, w)`` by ``a + w * (b - a)``, or ``b - (1 - w) * (b - a)`` for numbers from 1/2 on."""
+    hits = [node for node in module.graph.nodes if operator(node) in ("aten.lerp.Scalar", "aten.lerp.Tensor")]
+    for node in hits:
+        start, end, weight = node.args
+        apart = call_like(node, broadcast(known_type(start).shape, known_type(end).shape), aten.sub.Tensor, end, start)
+        if isinstance(weight, (int, float)) and weight >= 0.5:
+            start, weight = end, weight - 1
+        found = call_like(node, known_type(node).shape, aten.mul.Tensor, apart, weight)
+        replace_node(node, call_like(node, known_type(node).shape, aten.add.Tensor, start, found))
+    return len(hits)
+
+
+def triangles_to_masks(module: fx.GraphModule) -> int:
+    """Replace the triangle of float32 matrices of static sizes by a selection with a constant mask."""
+    hits = [node for node in module.graph.nodes if operator(node) in ("aten.tril.default", "aten.triu.default")]
+    hits = [node for node in hits if _are_static_matrices(tensor_type(node))]
+    for node in hits:
+        rows, columns = (evaluate(size, {}) for size in known_type(node).shape[-2:])
+        diagonal = arguments(node)["diagonal"]
+        kind = operator(node).split(".")[1]
+        name = f"{kind}_{rows}_{columns}_{diagonal}".replace("-", "minus_")
+        if not hasattr(module, name):
+            module.register_buffer(name, getattr(torch.ones(rows, columns, dtype=torch.bool), kind)(diagonal))
+        with module.graph.inserting_before(node):
+            mask = constant_node(module, name, name)
+        found = call_like(node, known_type(node).shape, aten.where.ScalarOther, mask, node.args[0], 0.0)
+        replace_node(node, found)
+    return len(hits)
+
+
+def _are_static_matrices(kind: TensorType | None) -> bool:
+    return kind is not None and kind.dtype is DType.F32 and all(isinstance(size, int) for size in kind.shape[-2:])
+
+
+def exact_neighbours_to_nearest(module: fx.GraphModule) -> int:
+    """Replace nearest-exact upsampling by whole factors, which copies the pixels that nearest upsampling copies."""
+    hits = [node for node in module.graph.nodes if operator(node) in EXACT_NEIGHBOURS and _has_whole_factors(node)]
+    for node in hits:
+        node.target = EXACT_NEIGHBOURS[operator(node)]
+    return len(hits)
+
+
+EXACT_NEIGHBOURS = {
+    f"aten._upsample_nearest_exact{axes}d.vec": getattr(aten, f"upsample_nearest{axes}d").vec for axes in (1, 2, 3)
+}
+
+
+def _has_whole_factors(node: fx.Node) -> bool:
+    """Return whether upsampling of static sizes copies each pixel the same number of times along an axis."""
+    sizes = zip(known_type(node.args[0]).shape[2:], known_type(node).shape[2:], strict=True)
+    factors = [after // before for before, after in sizes if isinstance(before, int) and isinstance(after, int)]
+    copied = [before * factor for before, factor in zip(known_type(node.args[0]).shape[2:], factors, strict=False)]
+    given = arguments(node)["scale_factors"]
+    return tuple(copied) == known_type(node).shape[2:] and (given is None or list(given) == factors)
 
 
 def channels_to_images(module: fx.GraphModule) -> int:
@@ -245,10 +275,10 @@ def channels_to_images(module: fx.GraphModule) -> int:
     hits = [node for node in module.graph.nodes if operator(node) in RESIZES and _has_free_channels(node.args[0])]
     for node in hits:
         (one, many, *sizes), value = known_type(node.args[0]).shape, node.args[0]
-        value = _call(node, (many, one, *sizes), aten.transpose.int, value, 0, 1)
+        value = call_like(node, (many, one, *sizes), aten.transpose.int, value, 0, 1)
         kind = TensorType((many, one, *known_type(node).shape[2:]), known_type(node).dtype)
         value = call_before(node, kind, node.target, value, *node.args[1:], **node.kwargs)
-        replace_node(node, _call(node, known_type(node).shape, aten.transpose.int, value, 0, 1))
+        replace_node(node, call_like(node, known_type(node).shape, aten.transpose.int, value, 0, 1))
     return len(hits)
 
 
@@ -274,20 +304,20 @@ def decompose_fold(module: fx.GraphModule) -> int:
         taps = reshape_before(node, node.args[0], (batch, channels, math.prod(kernel), *grid))
         rows = [_sum_of_taps(node, taps, phase, kernel, stride, places) for phase in product(*map(range, stride))]
         shape: Shape = (batch, channels, math.prod(stride), *places)
-        value = rows[0] if len(rows) == 1 else _call(node, shape, aten.cat.default, rows, 2)
+        value = rows[0] if len(rows) == 1 else call_like(node, shape, aten.cat.default, rows, 2)
         value = reshape_before(node, value, (batch, channels, *stride, *places))
         shape = (batch, channels, places[0], stride[0], places[1], stride[1])
-        value = _call(node, shape, aten.permute.default, value, [0, 1, 4, 2, 5, 3])
+        value = call_like(node, shape, aten.permute.default, value, [0, 1, 4, 2, 5, 3])
         shape = (batch, channels, *(a * b for a, b in zip(places, stride, strict=True)))
         value = reshape_before(node, value, shape)
         for axis in (0, 1):
             missing = padding[axis] + size[axis] - places[axis] * stride[axis]
             if missing > 0:  # pixels behind the last window
                 shape = (*shape[: axis + 2], padding[axis] + size[axis], *shape[axis + 3 :])
-                value = _call(node, shape, aten.constant_pad_nd.default, value, [0, 0] * (1 - axis) + [0, missing])
+                value = call_like(node, shape, aten.constant_pad_nd.default, value, [0, 0] * (1 - axis) + [0, missing])
             shape = (*shape[: axis + 2], size[axis], *shape[axis + 3 :])
             bounds = (padding[axis], padding[axis] + size[axis])
-            value = _call(node, shape, aten.slice.Tensor, value, axis + 2, *bounds)
+            value = call_like(node, shape, aten.slice.Tensor, value, axis + 2, *bounds)
         replace_node(node, value)
     return len(hits)
 
@@ -306,11 +336,11 @@ def _sum_of_taps(
     shape: Shape = (batch, channels, 1, *places)
     for first, second in product(*(range(r, k, s) for r, k, s in zip(phase, kernel, stride, strict=True))):
         tap = first * kernel[1] + second
-        part = _call(node, (batch, channels, 1, *grid), aten.slice.Tensor, taps, 2, tap, tap + 1)
+        part = call_like(node, (batch, channels, 1, *grid), aten.slice.Tensor, taps, 2, tap, tap + 1)
         skipped = first // stride[0], second // stride[1]
         ends = [(m, p - g - m) for m, p, g in zip(skipped, places, grid, strict=True)]
-        part = _call(node, shape, aten.constant_pad_nd.default, part, [*ends[1], *ends[0]])
-        total = part if total is None else _call(node, shape, aten.add.Tensor, total, part)
+        part = call_like(node, shape, aten.constant_pad_nd.default, part, [*ends[1], *ends[0]])
+        total = part if total is None else call_like(node, shape, aten.add.Tensor, total, part)
     assert total is not None  # `_folds` takes only strides that no tap is skipped by
     return total
 
@@ -324,30 +354,6 @@ def _folds(node: fx.Node) -> bool:
         return False
     pairs = zip(numbers(given["kernel_size"], 2), numbers(given["stride"], 2), strict=True)
     return set(numbers(given["dilation"], 2)) == {1} and all(kernel >= stride for kernel, stride in pairs)
-
-
-def mean_to_adaptive_avg_pool(module: fx.GraphModule) -> int:
-    """Replace the mean over height and width by adaptive average pooling, with a flatten if the axes are dropped."""
-    hits = [node for node in module.graph.nodes if operator(node) == "aten.mean.dim" and _reduces_image(node)]
-    for node in hits:
-        given, source = arguments(node), known_type(node.args[0])
-        kept = TensorType((*source.shape[:2], 1, 1), source.dtype)
-        with module.graph.inserting_before(node):
-            pool = module.graph.call_function(torch.ops.aten.adaptive_avg_pool2d.default, (node.args[0], [1, 1]))
-            inherit_info(pool, node, type=kept)
-            result = pool
-            if not given["keepdim"]:
-                result = module.graph.call_function(torch.ops.aten.flatten.using_ints, (pool, 1, 3))
-                inherit_info(result, node, type=tensor_type(node))
-        replace_node(node, result)
-    return len(hits)
-
-
-def _reduces_image(node: fx.Node) -> bool:
-    source, given = tensor_type(node.args[0]), arguments(node)
-    if source is None or len(source.shape) != 4 or given["dim"] is None or given.get("dtype") is not None:
-        return False
-    return sorted(axis % 4 for axis in given["dim"]) == [2, 3]
 
 
 def use_scalar_overloads(module: fx.GraphModule) -> int:

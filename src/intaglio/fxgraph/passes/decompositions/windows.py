@@ -9,7 +9,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import info, known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, operator, replace_node, size_along
-from intaglio.fxgraph.passes.movement_decompositions import call_like, reshape_like
+from intaglio.fxgraph.passes.decompositions.movement import call_like, reshape_like
 
 aten = torch.ops.aten
 LARGEST_WINDOW = 64

@@ -21,7 +21,7 @@ from intaglio.fxgraph.nodes import (
 )
 from intaglio.fxgraph.passes.constant_folding import fill_value, is_recurrent_state
 from intaglio.fxgraph.passes.identities import PADS
-from intaglio.ir import Dim, DType, Shape, TensorType
+from intaglio.ir import Dim, DType, Shape, TensorType, evaluate
 from intaglio.signature import TORCH_DTYPES
 
 aten = torch.ops.aten
@@ -203,6 +203,29 @@ def decompose_roll(module: fx.GraphModule) -> int:
             value = call_like(node, shape, aten.cat.default, parts, axis)
         replace_node(node, value)
     return len(hits)
+
+
+def decompose_flip(module: fx.GraphModule) -> int:
+    """Replace the reversal of static axes by a selection of their elements in reverse order."""
+    hits = [
+        node for node in module.graph.nodes if operator(node) == "aten.flip.default" and _reverses_static_axes(node)
+    ]
+    for node in hits:
+        value, shape = node.args[0], known_type(node).shape
+        for axis in {axis % len(shape) for axis in arguments(node)["dims"]}:
+            name = f"reversed_{shape[axis]}"
+            if not hasattr(module, name):
+                module.register_buffer(name, torch.arange(evaluate(shape[axis], {})).flip(0))
+            with module.graph.inserting_before(node):
+                order = constant_node(module, name, name)
+            value = call_like(node, shape, aten.index_select.default, value, axis, order)
+        replace_node(node, value)
+    return len(hits)
+
+
+def _reverses_static_axes(node: fx.Node) -> bool:
+    kind = tensor_type(node)
+    return kind is not None and all(isinstance(kind.shape[axis], int) for axis in arguments(node)["dims"])
 
 
 def _rolled_axes(node: fx.Node) -> list[tuple[int, int]] | None:

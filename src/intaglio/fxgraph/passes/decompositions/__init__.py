@@ -1,0 +1,1 @@
+"""Decomposition of operators without a record into operators that have one."""
