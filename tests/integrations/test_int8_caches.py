@@ -9,6 +9,7 @@ from intaglio.errors import InputError
 from intaglio.ops import op_def
 from intaglio.plan import plan_graph
 from support.generators import END, MODELS, batch, calibration, float_model, generated, library, quantized
+from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
 
 BEAMS, STATIC, SAMPLED = {"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True, "top_k": 10}
@@ -160,3 +161,55 @@ def test_quantize_takes_models_with_a_sliding_window():
         model = intaglio.quantize(float_model("mistral"), calibration("mistral"), recipe=recipe)
         found.append(generated(model, inputs))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow_params(torch.float16, reason="the same as in bfloat16")])
+def test_models_in_half_precision_have_the_caches_of_float32(dtype):
+    model, ids = float_model("llama").to(dtype), torch.randint(2, END, (3, 20))
+    for cache, kept in (("int8", torch.uint8), ("float", torch.float32)):
+        recipe = {"*": {"cache": cache, "rotate": False, "rounding": "nearest"}}
+        int8_model = intaglio.quantize(model, calibration("llama"), recipe=recipe, progress=False)
+        full, past = int8_model(ids).logits, int8_model(ids[:, :7])
+        assert {layer.keys.dtype for layer in layers_of(past)} == {kept}
+        assert torch.equal(int8_model(ids[:, 7:], past_key_values=past.past_key_values).logits, full[:, 7:])
+        assert full.dtype is dtype
+
+
+@pytest.mark.parametrize(
+    "name", ["GPTNeoX", *slow_params("GPTBigCode", reason="values are slices of a layer, too; one is compiled above")]
+)
+def test_values_that_are_slices_of_a_layer_are_not_rotated(name):
+    """Keys and values of a cache that are what a layer computes, without an operator in between."""
+    kind = getattr(library(), f"{name}ForCausalLM")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    model = kind(
+        kind.config_class(vocab_size=64, initializer_range=0.3, **sizes, bos_token_id=0, eos_token_id=1)
+    ).eval()
+    ids = torch.randint(2, 64, (3, 24))
+    int8_model = intaglio.quantize(model, [{"input_ids": ids}] * 2, recipe={"*": {"cache": "int8"}}, progress=False)
+    with torch.no_grad():
+        exact = model(ids).logits
+    assert (int8_model(ids).logits - exact).square().sum() < 1e-2 * exact.square().sum()
+
+
+@pytest.mark.slow(reason="three programs are captured and compiled")
+def test_encoder_decoders_with_sliding_windows_generate():
+    part = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "sliding_window": 6}
+    part |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
+    torch.manual_seed(0)
+    config = library().T5GemmaConfig(encoder=dict(part), decoder=dict(part), vocab_size=64, **ids)
+    model = library().T5GemmaForConditionalGeneration(config).eval()
+    draw = torch.Generator().manual_seed(1)
+    batches = [{name: torch.randint(3, 64, (2, 15), generator=draw) for name in ("input_ids", "labels")} for _ in "ab"]
+    int8_model = intaglio.quantize(model, batches, recipe=UNCORRECTED, progress=False)
+    inputs = {"input_ids": batches[0]["input_ids"], "attention_mask": torch.ones(2, 15, dtype=torch.int64)}
+    inputs["attention_mask"][0, -4:] = 0
+    given = {"max_new_tokens": 12, "do_sample": False}
+    found = int8_model.generate(**inputs, **given)
+    assert torch.equal(found, int8_model.generate(**inputs, **given, use_cache=False))
+    with torch.no_grad():
+        exact = model(**inputs, decoder_input_ids=found).logits
+    logits = int8_model(**inputs, decoder_input_ids=found).logits
+    assert (logits - exact).square().sum() < 1e-2 * exact.square().sum()

@@ -315,6 +315,52 @@ def test_masks_of_other_shapes_are_errors():
     int8_model(ids, attention_mask=torch.ones(4, 12))
 
 
+def test_a_causal_mask_may_be_for_all_samples():
+    _, int8_model, _ = quantized("llama")
+    ids = batch("llama")["input_ids"]
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    assert torch.equal(int8_model(ids, attention_mask=mask).logits, int8_model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem", "remedy", "follow"),
+    [
+        (
+            lambda m, ids: m(ids[0]),
+            r"shape is \[12\], not a batch",
+            r"torch\.tensor\(\[ids\]\)",
+            lambda m, ids: m(ids[:1]),
+        ),
+        (lambda m, ids: m(ids[0].tolist()), "it is a list, not a batch", "pass a tensor", lambda m, ids: m(ids[:1])),
+        (
+            lambda m, ids: m(ids, position_ids=torch.arange(11)[None]),
+            "the call has 12 tokens",
+            "pass the positions of the 12 tokens, or leave them out",
+            lambda m, ids: m(ids, position_ids=torch.arange(12)[None]),
+        ),
+        (
+            lambda m, ids: m(ids, attention_mask=torch.ones(3, 12)),
+            "it is for 3 samples, but the call has 4",
+            "pass a mask with a row for every sample",
+            lambda m, ids: m(ids, attention_mask=torch.ones(4, 12)),
+        ),
+        (
+            lambda m, ids: m(ids[:1, :1], past_key_values=m(ids).past_key_values),
+            "it holds tokens of 4 samples, but the call has 1",
+            "pass tokens of every sample of the cache, or begin with an empty one",
+            lambda m, ids: m(ids[:, :1], past_key_values=m(ids).past_key_values),
+        ),
+    ],
+    ids=["one text", "a list", "positions", "a mask", "a cache"],
+)
+def test_arguments_that_do_not_fit_the_batch_are_errors(call, problem, remedy, follow):
+    _, int8_model, _ = quantized("llama")
+    ids = batch("llama")["input_ids"]
+    with pytest.raises(InputError, match=f"(?s){problem}.*{remedy}"):
+        call(int8_model, ids)
+    follow(int8_model, ids)
+
+
 @pytest.mark.slow(reason="each model is captured and compiled")
 def test_static_caches_of_sliding_windows_are_refused():
     _, int8_model, _ = quantized("mistral")

@@ -96,6 +96,13 @@ def test_arguments_that_the_examples_did_not_have_are_errors(int8_model, batch, 
         int8_model(**batch, **more)
 
 
+def test_labels_are_refused_because_the_program_computes_no_loss(int8_model, batch):
+    labels = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"(?s)argument 'labels'.*computes no loss.*compute the loss from the logits"):
+        int8_model(**batch, labels=labels)
+    nn.functional.cross_entropy(int8_model(**batch).logits, labels)
+
+
 def test_arguments_go_by_position_in_the_order_of_the_float_model(int8_model, batch):
     names = ("input_ids", "attention_mask", "token_type_ids")
     assert torch.equal(int8_model(*[batch[name] for name in names]).logits, int8_model(**batch).logits)

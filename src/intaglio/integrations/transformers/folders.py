@@ -21,6 +21,8 @@ PROGRAMS_FILE = "programs.json"
 DECODER, ENCODER, CROSS = "decoder", "encoder", "cross_attention"
 PROGRAM_NAMES = ((DECODER,), (DECODER, ENCODER, CROSS))
 """Names of the programs of a model with a cache: of a decoder, and of an encoder-decoder."""
+MASKS = "sdpa"
+"""Attention for which `generate` makes the masks of a loaded model, which computes attention itself."""
 OTHER_FOLDER = "pass a folder that save_pretrained of an int8 model wrote"
 
 
@@ -98,6 +100,7 @@ def configs_of(
         problem = f"its configuration is not one of {kind.__name__}: {type(error).__name__}: {error}"
         raise ArtifactError(str(path), None, problem, remedy=remedy) from error
     config.name_or_path = str(path)
+    config._attn_implementation = MASKS  # files do not store it, and without it `generate` makes no masks
     return kind, config, generation_config
 
 

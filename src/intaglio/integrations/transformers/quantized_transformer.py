@@ -78,6 +78,9 @@ class QuantizedTransformer(TransformerSurface, QuantizedModel):
             if self._is_ignorable(name, value) or (is_full and _are_default_positions(name, value)):
                 continue
             shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            if name == "labels":
+                problem = f"it is {shown:.60}, but the program computes no loss"
+                raise InputError("argument 'labels'", None, problem, remedy="compute the loss from the logits")
             raise InputError(
                 f"argument '{name}'",
                 None,

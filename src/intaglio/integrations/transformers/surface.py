@@ -48,7 +48,7 @@ class TransformerSurface:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return float32, the data type of the results that are floats."""
+        """Return float32, in which the model computes and keeps its cache, also if its logits have another type."""
         return torch.float32
 
     def run_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

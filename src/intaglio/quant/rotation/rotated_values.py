@@ -109,7 +109,7 @@ class RotatedValues:
             self.writers[value] = None
         elif splits_heads(value, self.size) and is_plain_layer(value.args[0]) and len(_readers(value.args[0])) == 1:
             self.writers[value.args[0]] = None
-        elif value not in self.cached:
+        elif value.op != "placeholder" or value not in self.cached:
             self._refuse("the model takes them as input" if value.op == "placeholder" else _named(value, "computes"))
 
     def _users(self, value: fx.Node) -> Iterator[fx.Node]:

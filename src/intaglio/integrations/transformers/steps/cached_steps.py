@@ -61,6 +61,12 @@ class TracedLayer(DynamicLayer):
         self.new = key_states, value_states
         return super().update(key_states, value_states, *args, **kwargs)
 
+    @property
+    def made(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the new tokens."""
+        assert self.new is not None, type(self)  # every layer of a cache is updated once
+        return self.new
+
     def get_seq_length(self) -> int:
         """Return the length, which may be a dynamic dimension."""
         return 0 if self.keys is None else self.keys.shape[-2]
@@ -141,11 +147,11 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
         before = inputs["past_mask"].shape[1]
         layers = [
             TracedWindow(keys, values, before) if index in windows else TracedLayer(keys, values)
-            for index, (keys, values) in enumerate(past)
+            for index, (keys, values) in enumerate(converted(past, model.dtype))
         ]
         cache = Cache(layers=list(layers))
         if cross:
-            other = Cache(layers=[TracedLayer(keys, values) for keys, values in cross])
+            other = Cache(layers=[TracedLayer(keys, values) for keys, values in converted(cross, model.dtype)])
             given |= _encoder_arguments(self.config, inputs, cross)
             result = _call_with_cache(self, EncoderDecoderCache(cache, other), given)
         else:
@@ -153,9 +159,18 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
                 assert names.mask is not None, type(self)  # decoders without it have no blocks
                 given[names.mask] = _block_masks(self, inputs, cache)
             result = _call_with_cache(self, cache, given)
-        return output_of(result), [layer.new for layer in layers]
+        return output_of(result), converted([layer.made for layer in layers], torch.float32)
 
     return with_forward(model, forward)
+
+
+def converted(pairs: KeyValues, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Return keys and values in another data type: the model's inside of a step, and float32 outside.
+
+    A model in bfloat16 computes in float32 when it is quantized, and a cache in bfloat16 would round what one call for
+    all tokens does not round.
+    """
+    return [(keys.to(dtype), values.to(dtype)) for keys, values in pairs]
 
 
 def _decoder_arguments(
@@ -249,7 +264,7 @@ def cross_module(model: PreTrainedModel) -> nn.Module:
         cache = EncoderDecoderCache(_empty_cache(), _empty_cache())
         tokens = torch.zeros(hidden.shape[0], 1, dtype=torch.long)
         _call_with_cache(self, cache, {"encoder_outputs": encoder_result(hidden), "decoder_input_ids": tokens})
-        return keys_and_values(cache.cross_attention_cache)
+        return converted(keys_and_values(cache.cross_attention_cache), torch.float32)
 
     return with_forward(model, forward)
 

@@ -142,6 +142,16 @@ def _empty(sizes: tuple[int, ...], kind: TensorType) -> Tensor:
     return torch.empty(sizes, dtype=TORCH_DTYPES[kind.dtype])
 
 
+def check_batch(cache: Cache, batch: int) -> None:
+    """Raise `InputError` if a cache of self-attention holds another number of samples than a call has."""
+    for layer in cache.layers[:1]:
+        held: Tensor | None = getattr(layer, "keys", None)
+        if held is not None and held.numel() and held.shape[0] != batch:
+            problem = f"it holds tokens of {held.shape[0]} samples, but the call has {batch}"
+            remedy = "pass tokens of every sample of the cache, or begin with an empty one"
+            raise InputError("the cache", None, problem, remedy=remedy)
+
+
 def _check_dtype(index: int, held: Tensor, kind: TensorType) -> None:
     """Raise `InputError` unless keys or values have the data type of the program, which a cache of another model may
     lack."""

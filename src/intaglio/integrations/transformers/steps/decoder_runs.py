@@ -28,6 +28,8 @@ from intaglio.integrations.transformers.steps.program_arguments import (
 )
 from intaglio.integrations.transformers.steps.text_pieces import can_divide, run_pieces
 
+TOKEN_AXES = 2
+"""Fewest axes of tokens: [batch, length]. Their embeddings have one more."""
 PAST, PAST_OF_ENCODER = 1, 2
 """Positional arguments of the decoder's program: keys and values of self-attention and of cross-attention."""
 
@@ -42,24 +44,43 @@ def inputs_after(start: int, given: dict[str, Any], names: StepNames, numbering:
         numbering: how positions are computed that the call does not have.
 
     Raises:
-        InputError: the call has no tokens, or its mask has another shape.
+        InputError: the call has no tokens, or these, its mask or its positions have another shape.
     """
     tokens = given.pop(names.tokens, None)
     if tokens is None:
         raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
+    if not isinstance(tokens, Tensor) or tokens.dim() < TOKEN_AXES:
+        shown = (
+            f"its shape is {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"it is a {type(tokens).__name__}"
+        )
+        remedy = "pass a tensor of shape [batch, length], for one text torch.tensor([ids])"
+        raise InputError(f"argument '{names.tokens}'", None, f"{shown}, not a batch of texts", remedy=remedy)
     batch, new, mask_name = tokens.shape[0], tokens.shape[1], names.mask or "attention_mask"
     mask = decoder_cache.padding_mask(given.pop(mask_name, None), start + new, new, mask_name)
     if mask is None:
         own, past = (torch.ones(batch, length, dtype=torch.long, device="cpu") for length in (new, start))
     else:
+        mask = _for_every_sample(mask, batch, mask_name)
         own, past = mask.narrow(1, start, new), mask.narrow(1, 0, start)
     inputs = {"tokens": tokens, "mask": own, "past_mask": past}
     if names.positions:
         positions = given.pop(names.positions, None)
         if positions is None:
             positions = own_positions(numbering, tokens, start, mask)
+        elif positions.shape[-1] != new:
+            problem = f"its shape is {list(positions.shape)}, but the call has {new} tokens"
+            remedy = f"pass the positions of the {new} tokens, or leave them out"
+            raise InputError(f"argument '{names.positions}'", None, problem, remedy=remedy)
         inputs["positions"] = expanded_positions(positions, tokens)
     return inputs
+
+
+def _for_every_sample(mask: Tensor, batch: int, name: str) -> Tensor:
+    """Return a mask [1 or batch, length] for every sample of a batch. Raise `InputError` for other batch sizes."""
+    if mask.shape[0] not in (1, batch):
+        problem = f"it is for {mask.shape[0]} samples, but the call has {batch}"
+        raise InputError(f"argument '{name}'", None, problem, remedy="pass a mask with a row for every sample")
+    return mask.expand(batch, -1)
 
 
 def run_tokens(
@@ -91,10 +112,11 @@ def _run(
     cross: decoder_cache.KeyValues,
     inputs: dict[str, Tensor],
 ) -> Tensor:
-    past_length = inputs["past_mask"].shape[1]
+    past_length, batch = inputs["past_mask"].shape[1], inputs["tokens"].shape[0]
+    decoder_cache.check_batch(cache, batch)
     if past_length and (logits := run_growing_step(program, inputs, cache, cross, windows)) is not None:
         return logits
-    past = decoder_cache.past_of(cache, types_of_argument(program, PAST), inputs["tokens"].shape[0], windows)
+    past = decoder_cache.past_of(cache, types_of_argument(program, PAST), batch, windows)
     logits, new = run_step(program, inputs, past, cross)
     decoder_cache.append(cache, new, windows)
     return logits

@@ -24,6 +24,7 @@ from intaglio.integrations.transformers.steps.cached_steps import (
     LOGITS_TO_KEEP,
     PER_LAYER,
     StepNames,
+    converted,
     cross_module,
     encoder_module,
     encoder_result,
@@ -158,7 +159,7 @@ class FloatPrograms:
         return bool(torch.allclose(found.logits, every.logits[:, [2, 0]], CLOSE, CLOSE))
 
     def past(self, length: int) -> KeyValues:
-        """Return keys and values of the first tokens of the example."""
+        """Return keys and values of the first tokens of the example, in float32."""
         call = self._float_call(
             step_inputs(example_tokens(decoder_tokens(self.model, self.names, self.first)), 0, length)
         )
@@ -167,7 +168,7 @@ class FloatPrograms:
         assert name is not None, type(self.model)  # `cache_refusal` refuses models without it
         with torch.no_grad():
             self.model(**call, **{name: cache}, use_cache=True)
-        return decoder_cache.keys_and_values(decoder_cache.self_attention_of(cache))
+        return converted(decoder_cache.keys_and_values(decoder_cache.self_attention_of(cache)), torch.float32)
 
     def _windowed(self, past: KeyValues) -> KeyValues:
         """Return keys and values of which layers with a sliding window have those of the last tokens only."""

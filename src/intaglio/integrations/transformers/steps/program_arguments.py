@@ -94,7 +94,7 @@ def windows_of_program(program: Any, config: PreTrainedConfig) -> Mapping[int, i
     if known.windows is None:
         windows = windows_of(config)
         if windows:
-            (inputs, past), place = known.types, known.names.index("past_mask")
+            (inputs, past, *_), place = known.types, known.names.index("past_mask")
             whole = inputs[place].shape[1]
             windows = {index: size - 1 for index, size in windows.items() if past[2 * index].shape[TOKENS] != whole}
         known.windows = windows
