@@ -25,6 +25,10 @@ VisibleTokens = Mapping[str, torch.Tensor]
 left out."""
 
 
+ROW_AXES = 3
+"""Axes of rows: [samples, tokens, channels]."""
+
+
 @dataclass(frozen=True)
 class PaddedAxes:
     """Axes of a value along which a padding mask applies.
@@ -62,7 +66,8 @@ def padded_axes(shape: Shape, signature: Signature) -> PaddedAxes | None:
     """Return the axes along which the first padding mask that fits a value applies; ``None`` if no mask fits.
 
     A mask [n, l] fits a value [n, l, ...] with three axes, a value in which exactly one axis has size n and another one
-    has size l, and a value whose first axis has size n * l.
+    has size l, and a value whose first axis has size n * l. If l is a fixed number, a last axis of that size in a value
+    with two or three axes counts as channels: there are models with as many channels as tokens.
     """
     for mask in padding_masks(signature):
         name, (samples, tokens) = signature.inputs[mask].name, signature.inputs[mask].type.shape
@@ -71,7 +76,8 @@ def padded_axes(shape: Shape, signature: Signature) -> PaddedAxes | None:
         if len(shape) == 3 and shape[:2] == (samples, tokens):
             return PaddedAxes(name, 0, 1)
         axes = [[axis for axis, size in enumerate(shape) if size == wanted] for wanted in (samples, tokens)]
-        if len(axes[0]) == len(axes[1]) == 1 and axes[0] != axes[1]:
+        are_channels = len(shape) <= ROW_AXES and isinstance(tokens, int) and axes[1] == [len(shape) - 1]
+        if len(axes[0]) == len(axes[1]) == 1 and axes[0] != axes[1] and not are_channels:
             return PaddedAxes(name, axes[0][0], axes[1][0])
     return None
 

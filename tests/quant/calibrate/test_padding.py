@@ -167,6 +167,30 @@ def test_the_length_may_be_fixed_and_equal_to_the_width():
     calibrate(prepare(captured), batches(WithAttentionMask, float("nan"), alone=False))
 
 
+class Pooled(WithAttentionMask):
+    """Convolutions and layers of fewer tokens, with as many channels as there are tokens in front of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows, self.norm = nn.Conv1d(8, 8, 3), nn.LayerNorm(8)
+
+    def forward(self, x, attention_mask):
+        x = self.norm(self.windows(x.transpose(1, 2)).transpose(1, 2))
+        return self.run(x), self.run(x.mean(1))
+
+
+def test_channels_are_not_tokens_of_which_there_are_as_many():
+    free = {0: Dim("n")}
+    data = batches(WithAttentionMask, 0.0, alone=False)
+    captured = capture(Pooled().eval(), data[0], dynamic_shapes=(free, free))
+    recipe = Recipe.of({"*": {"equalize": 1.0, "bias": "outputs", "rounding": "gptq"}})
+    prepared = equalize(prepare(captured, Quantizer(recipe)), data)
+    ranges = calibrate(prepared, data)
+    reference = convert(prepared, ranges, correct(prepared, ranges, data))
+    for found, exact in zip(reference(*data[0]), Pooled().eval()(*data[0]), strict=True):
+        assert (found - exact).square().sum() < 1e-2 * exact.square().sum()
+
+
 def test_a_mask_that_hides_everything_hides_nothing():
     captured = capture(WithAttentionMask().eval(), batches(WithAttentionMask, 0.0, alone=False)[0])
     ranges = calibrate(prepare(captured), [(torch.ones(2, 8, 8), torch.zeros(2, 8, dtype=torch.long))])

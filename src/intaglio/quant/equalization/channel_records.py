@@ -164,7 +164,10 @@ def _by_sample(
     The first axis of a value may hold all tokens or windows of each sample; a vector is one sample.
     """
     value = torch.atleast_2d(value)
-    groups, axis = visible_groups(value, padded, visible), channels % value.dim()
+    axis = channels % value.dim()
+    if padded is not None and padded.tokens == axis:
+        padded = None  # there are as many channels as tokens
+    groups = visible_groups(value, padded, visible)
     if padded is not None and (len(groups) != 1 or groups[0] is not value):
         return [(group, padded.moved(axis)) for group in groups]
     if axis and len(value) > samples and len(value) % samples == 0:
