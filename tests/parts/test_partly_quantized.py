@@ -404,6 +404,34 @@ def test_parts_are_compared_on_batches_of_any_form(detector, int8, form):
     assert set(int8.compare(detector, [forms[form]])) == set(int8.parts)
 
 
+class Counting(nn.Module):
+    """Counts its calls, and branches on data, so that it is quantized in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.body(x)
+        return (y / 2 if y.max().item() > 1e9 else y) + self.calls
+
+
+def test_calls_for_quantizing_and_comparing_leave_buffers_as_they_were():
+    torch.manual_seed(0)
+    data = [torch.randn(4, 3, 8, 8) for _ in range(3)]
+    model = Counting().eval()
+    found = intaglio.quantize(model, data, recipe=UNCORRECTED, progress=False)
+    assert found.calls == 0
+    assert (found(data[0]) - model.body(data[0])).mean().item() == pytest.approx(1, abs=0.1)
+    before = copy.deepcopy(model.train().state_dict())
+    comparison = found.compare(model, data)["body"]
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert min(comparison.results) > 25
+
+
 def test_parts_are_compared_on_dictionaries(routed, routed_data):
     int8 = intaglio.quantize(routed, [{"x": batch} for batch in routed_data], recipe=UNCORRECTED, progress=False)
     assert set(int8.compare(routed, [{"x": batch} for batch in routed_data])) == set(int8.parts)

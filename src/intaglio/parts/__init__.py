@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from intaglio.argument_checks import check_arguments
@@ -54,6 +55,7 @@ def quantize_parts(
         IntaglioError: ``refused``, if no part can be quantized or the model fails on the data.
     """
     copied = float_copy(model)
+    before = {name: buffer.clone() for name, buffer in copied.named_buffers()}
     try:
         calls = calls_of(copied, data, samples)
     except CaptureError:
@@ -63,9 +65,18 @@ def quantize_parts(
     found = find_parts(copied, calls, quantize_part, further)
     if not found.parts:
         raise refused
+    _restore_buffers(copied, before, list(found.parts))
     quantized = PartlyQuantizedModel(copied, coverage_of(copied, found, size, refused.problem.splitlines()[0]))
     logger.info("%r\n%s", quantized, quantized.coverage)
     return quantized
+
+
+def _restore_buffers(model: nn.Module, before: Mapping[str, torch.Tensor], parts: Sequence[str]) -> None:
+    """Undo what the calls for quantizing have changed in buffers outside of the parts, such as counts of calls."""
+    for name, value in before.items():
+        owner, _, own_name = name.rpartition(".")
+        if not any(f"{name}.".startswith(f"{part}." if part else "") for part in parts):
+            setattr(model.get_submodule(owner), own_name, value)
 
 
 @check_arguments

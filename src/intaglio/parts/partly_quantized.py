@@ -17,7 +17,7 @@ from intaglio.formatting.html_text import element
 from intaglio.output_paths import check_file
 from intaglio.parts.call_recorder import recorded_calls
 from intaglio.parts.capture_part import PartCandidate
-from intaglio.parts.find_parts import FoundParts, calls_of
+from intaglio.parts.find_parts import FoundParts, calls_of, copy_with_parameters
 from intaglio.parts.part_module import QuantizedPart
 from intaglio.parts.saved_parts import rest_of, write_parts
 from intaglio.runtime import Coverage, QuantizedModel
@@ -113,11 +113,12 @@ class PartlyQuantizedModel(nn.Module):
         """Return for each part what `run_comparison` returns: the comparison, and what is known about its graph."""
         adapted = {path: part.adapted for path, part in self._part_modules().items() if part.adapted is not None}
         try:
-            modules = {path: float_model.get_submodule(path) for path in self.parts}
-            calls = calls_of(float_model, data, None)
+            own = copy_with_parameters(float_model)  # the calls may change buffers
+            modules = {path: own.get_submodule(path) for path in self.parts}
+            calls = calls_of(own, data, None)
             with recorded_calls(modules, adapted) as logs, torch.no_grad():
                 for args, kwargs in calls:
-                    float_model(*clone_tensors(args), **clone_tensors(kwargs))
+                    own(*clone_tensors(args), **clone_tensors(kwargs))
         except Exception as error:
             problem = f"the float model cannot be compared: {type(error).__name__}: {error}"
             raise InputError("compare", None, problem, remedy=FLOAT_MODEL_AND_BATCHES) from error

@@ -133,6 +133,22 @@ def test_sites_with_fixed_parameters_have_no_observer():
 
 
 @pytest.mark.case("frontends B18")
+@pytest.mark.parametrize("zero_point", [300, -60])
+def test_fixed_zero_points_are_quantized_values(zero_point):
+    """A convolution pads with the zero point, which must fit into a byte."""
+    fixed = QuantizedAs(spec=Fixed(1 / 256, zero_point))
+    annotator = By(conv2d=lambda n: Annotation({n.args[0]: fixed, n.args[1]: QuantizedAs("s8")}))
+    model = Body(lambda m, x: m.a(torch.sigmoid(x)), a=nn.Conv2d(3, 4, 3, padding=1))
+    with pytest.raises(UnsupportedError, match=f"zero point {zero_point} of Fixed is outside of its quantized values"):
+        reference(model, annotator)
+
+
+@pytest.mark.parametrize("scale", [-1 / 32, 0.0, float("nan"), float("inf")])
+def test_fixed_scales_are_positive_finite_numbers(scale):
+    with pytest.raises(UnsupportedError, match="of Fixed is not a positive, finite number"):
+        Fixed(scale, 128)
+
+
 def test_equal_fixed_parameters_on_both_sides_of_a_value_are_one():
     """B18: a value that is fixed where it is made and where it is read is rounded once, however many read it."""
     fixed = QuantizedAs(spec=Fixed(1 / 256, 0))

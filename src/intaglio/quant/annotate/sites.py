@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,11 @@ class Fixed:
 
     scale: float
     zero_point: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            problem = f"the scale {self.scale} of Fixed is not a positive, finite number"
+            raise UnsupportedError("annotation", None, problem)
 
 
 @dataclass(frozen=True)

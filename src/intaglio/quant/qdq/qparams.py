@@ -108,8 +108,15 @@ def given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dic
 
 
 def fixed_qparams(site: Site, spec: Fixed) -> QParams:
-    """Return the parameters of a site that are known beforehand, with the scale repeated for each zero point."""
+    """Return the parameters of a site that are known beforehand, with the scale repeated for each zero point.
+
+    Raises:
+        UnsupportedError: a zero point is none of the site's quantized values.
+    """
     zeros = spec.zero_point if isinstance(spec.zero_point, tuple) else (spec.zero_point,)
+    if outside := [zero for zero in zeros if not site.qmin <= zero <= site.qmax]:
+        problem = f"the zero point {outside[0]} of Fixed is outside of its quantized values, {site.qmin} to {site.qmax}"
+        raise UnsupportedError(site.name, site.origin.operator or None, problem, source=site.origin.source or None)
     return QParams((spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
 
 
