@@ -22,9 +22,9 @@ FORMATS = {
     "strided": X.repeat_interleave(2, 3)[..., ::2].transpose(2, 3),
 }
 ISLANDS = {
-    "the variance of a result": (lambda m, x: torch.var(m.c(x), (2, 3)), {"patterns": builtin("conv2d")}),
+    "the variance of a result": (lambda m, x: torch.var(m.c(x), (1, 3)), {"patterns": builtin("conv2d")}),
     "a function and the mean": (lambda m, x: torch.erf(m.c(x)).mean((2, 3)), {"patterns": builtin("conv2d")}),
-    "a statistic of the input": (lambda m, x: m.c(x) * torch.var(x, (2, 3), keepdim=True).mean(1, keepdim=True), {}),
+    "a statistic of the input": (lambda m, x: m.c(x) * torch.var(x, (1, 3), keepdim=True).mean(2, keepdim=True), {}),
     "one island after another": (lambda m, x: torch.logcumsumexp(m.c(torch.erf(x).flip(3)), 1).sum((2, 3)), {}),
 }
 

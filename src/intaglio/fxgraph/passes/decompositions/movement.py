@@ -213,9 +213,7 @@ def decompose_flip(module: fx.GraphModule) -> int:
     for node in hits:
         value, shape = node.args[0], known_type(node).shape
         for axis in {axis % len(shape) for axis in arguments(node)["dims"]}:
-            name = f"reversed_{shape[axis]}"
-            if not hasattr(module, name):
-                module.register_buffer(name, torch.arange(evaluate(shape[axis], {})).flip(0))
+            name = add_constant(module, f"{node.name}_{axis}", torch.arange(evaluate(shape[axis], {})).flip(0))
             with module.graph.inserting_before(node):
                 order = constant_node(module, name, name)
             value = call_like(node, shape, aten.index_select.default, value, axis, order)

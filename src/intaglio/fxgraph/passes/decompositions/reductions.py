@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import constant_path, inherit_info, known_type, tensor_type
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -86,9 +87,8 @@ def join_axes_of_layer_norm(module: fx.GraphModule) -> int:
         parameters = []
         for value in (given["weight"], given["bias"]):
             if value is not None:
-                name = f"{value.target}_row"
-                if not hasattr(module, name):
-                    module.register_buffer(name, getattr(module, str(value.target)).flatten())
+                row = getattr(module, str(value.target)).flatten()
+                name = add_constant(module, f"{value.target}_row", row)
                 with module.graph.inserting_before(node):
                     value = constant_node(module, name, constant_path(value, name))
             parameters.append(value)
@@ -144,7 +144,8 @@ VARIANCES = tuple(f"aten.{name}.{overload}" for name in ("var", "std") for overl
 
 def _computes_variance(node: fx.Node) -> bool:
     name = operator(node)
-    return name in VARIANCES_WITH_MEANS or (name in VARIANCES and len(_axes_of(node)) > 1)
+    found = name in VARIANCES_WITH_MEANS or (name in VARIANCES and len(_axes_of(node)) > 1)
+    return found and known_type(node.args[0]).dtype is DType.F32
 
 
 def _axes_of(node: fx.Node) -> list[int]:
@@ -263,7 +264,7 @@ def _equal_windows(sizes: Shape, results: Sequence[int]) -> list[int] | None:
     """Return the size of the windows of adaptive pooling along each axis; ``None`` if it is free or differs."""
     windows = []
     for size, count in zip(sizes, results, strict=True):
-        if not isinstance(size, int) or size % count:
+        if not isinstance(size, int) or not count or size % count:
             return None
         windows.append(size // count)
     return windows

@@ -9,6 +9,7 @@ from itertools import product
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import adopt_origin, inherit_info, known_type, tensor_type
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -230,10 +231,8 @@ def triangles_to_masks(module: fx.GraphModule) -> int:
     for node in hits:
         rows, columns = (evaluate(size, {}) for size in known_type(node).shape[-2:])
         diagonal = arguments(node)["diagonal"]
-        kind = operator(node).split(".")[1]
-        name = f"{kind}_{rows}_{columns}_{diagonal}".replace("-", "minus_")
-        if not hasattr(module, name):
-            module.register_buffer(name, getattr(torch.ones(rows, columns, dtype=torch.bool), kind)(diagonal))
+        triangle = getattr(torch.ones(rows, columns, dtype=torch.bool), operator(node).split(".")[1])
+        name = add_constant(module, f"{node.name}_mask", triangle(diagonal))
         with module.graph.inserting_before(node):
             mask = constant_node(module, name, name)
         found = call_like(node, known_type(node).shape, aten.where.ScalarOther, mask, node.args[0], 0.0)
