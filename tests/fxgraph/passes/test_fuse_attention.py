@@ -58,6 +58,8 @@ JOINED = {
     "a choice of minus infinity": attend(
         lambda m, q, k, mask: torch.where(mask.float() < 0.5, float("-inf"), q @ k.transpose(2, 3)), SEEN
     ),
+    "keys masked": attend(lambda m, q, k, mask: (q @ k.mT).masked_fill(~mask, -1e9), torch.arange(5) < 4),
+    "a number for each key added": attend(lambda m, q, k, mask: q @ k.mT + mask, torch.arange(5.0)),
     "a choice added": attend(
         lambda m, q, k, mask: q @ k.transpose(2, 3) + torch.where(mask, 0.0, torch.finfo(torch.float32).min), SEEN
     ),
@@ -91,7 +93,9 @@ def operators(module) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     slow_params_except(
-        "a choice added", "keys scaled, before and behind", of=JOINED, reason="other orders of the same operators"
+        *("a choice added", "keys scaled, before and behind", "keys masked"),
+        of=JOINED,
+        reason="other orders of the same operators",
     ),
 )
 def test_written_out_attention_is_one_operator(name):
