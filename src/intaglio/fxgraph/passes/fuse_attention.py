@@ -20,7 +20,7 @@ aten = torch.ops.aten
 MUL_TARGETS = ("aten.mul.Tensor", "aten.mul.Scalar")
 DIV_TARGETS = ("aten.div.Tensor", "aten.div.Scalar")
 ADD_TARGETS = ("aten.add.Tensor", "aten.add.Scalar")
-MASK_AXES = 2
+FEWEST_MASK_AXES = 2
 """Fewest axes of a mask of the operator: [queries, keys]."""
 MASKED_FILL_TARGETS = ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
 WHERE_TARGETS = ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
@@ -230,7 +230,7 @@ def _replace_by_attention(module: fx.GraphModule, node: fx.Node, found: ScoreOpe
     if mask is not None and known_type(mask).dtype is DType.BOOL and not found.true_keeps:
         inverted = operator(mask) == "aten.logical_not.default" and known_type(mask.args[0]).dtype is DType.BOOL
         mask = mask.args[0] if inverted else call_before(node, known_type(mask), aten.logical_not.default, mask)
-    while mask is not None and len(known_type(mask).shape) < MASK_AXES:
+    while mask is not None and len(known_type(mask).shape) < FEWEST_MASK_AXES:
         kind = TensorType((1, *known_type(mask).shape), known_type(mask).dtype)
         mask = call_before(node, kind, aten.unsqueeze.default, mask, 0)
     replace_node(
