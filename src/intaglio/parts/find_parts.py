@@ -303,8 +303,3 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 def float_copy(model: nn.Module) -> nn.Module:
     """Return a copy of the float model in evaluation mode."""
     return copy_model(model).eval()
-
-
-def copy_with_parameters(model: nn.Module) -> nn.Module:
-    """Return a copy of the float model in evaluation mode that shares its parameters, but not its buffers."""
-    return copy_model(model, {id(one): one for one in model.parameters() if one.grad_fn is None}).eval()

@@ -17,7 +17,7 @@ from intaglio.formatting.html_text import element
 from intaglio.output_paths import check_file
 from intaglio.parts.call_recorder import recorded_calls
 from intaglio.parts.capture_part import PartCandidate
-from intaglio.parts.find_parts import FoundParts, calls_of, copy_with_parameters
+from intaglio.parts.find_parts import FoundParts, calls_of
 from intaglio.parts.part_module import QuantizedPart
 from intaglio.parts.saved_parts import rest_of, write_parts
 from intaglio.runtime import Coverage, QuantizedModel
@@ -25,6 +25,7 @@ from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
 from intaglio.runtime.reports.speed import MeasuredSpeed
 from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 from intaglio.signature import clone_tensors
+from intaglio.tracing.copies.copy_model import copy_with_parameters
 from intaglio.tune import Comparison, ComparisonRun, run_comparison
 
 

@@ -105,6 +105,21 @@ def test_logarithms_of_sums_of_infinite_values_are_those_of_pytorch(special):
 @pytest.mark.parametrize(
     "body",
     [
+        pytest.param(lambda x, ids: ids.logsumexp(-1), id="logarithms of sums of integers"),
+        pytest.param(lambda x, ids: torch.tril(x, diagonal=ids.shape[1] - 4), id="lower triangles"),
+        pytest.param(lambda x, ids: torch.triu(x, diagonal=ids.shape[1] - 5), id="upper triangles"),
+    ],
+)
+def test_integers_and_computed_diagonals_stay_in_pytorch(body):
+    model = Body(lambda m, x, ids: (m.first(x), body(x, ids)), first=nn.Linear(5, 5)).eval()
+    x, ids = torch.randn(5, 5, generator=DRAW), torch.randint(1, 9, (3, 6), generator=DRAW)
+    found = intaglio.quantize(model, [(x, ids)], progress=False)
+    torch.testing.assert_close(found(x, ids)[1], model(x, ids)[1])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
         pytest.param(lambda h: F.adaptive_max_pool2d(h, 5), id="windows of several sizes"),
         pytest.param(lambda h: F.adaptive_max_pool2d(h, 2, return_indices=True)[1], id="places of maxima"),
         pytest.param(lambda h: h.var((0, 1, 2)), id="variances of other axes"),

@@ -34,6 +34,11 @@ def copy_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Mo
     return copied
 
 
+def copy_with_parameters(model: nn.Module) -> nn.Module:
+    """Return a copy in evaluation mode that shares the parameters of a model, but not its buffers."""
+    return copy_model(model, {id(one): one for one in model.parameters() if one.grad_fn is None}).eval()
+
+
 def frozen_copy(model: nn.Module, training: bool, shared: Mapping[int, torch.Tensor]) -> nn.Module:
     """Return a copy of a float model in training or evaluation mode, so that the caller's model never changes.
 

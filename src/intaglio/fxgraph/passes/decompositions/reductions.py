@@ -191,7 +191,7 @@ def split_extrema(module: fx.GraphModule) -> int:
 def decompose_logsumexp(module: fx.GraphModule) -> int:
     """Replace the logarithm of a sum of exponentials by its operators, with the maximum subtracted first."""
     hits = [node for node in module.graph.nodes if operator(node) == "aten.logsumexp.default"]
-    hits = [node for node in hits if known_type(node).dtype is DType.F32]
+    hits = [node for node in hits if known_type(node.args[0]).dtype is DType.F32]
     for node in hits:
         value, axes, shape = node.args[0], _axes_of(node), known_type(node.args[0]).shape
         kept: Shape = tuple(1 if axis in axes else size for axis, size in enumerate(shape))

@@ -227,7 +227,7 @@ def decompose_lerp(module: fx.GraphModule) -> int:
 def triangles_to_masks(module: fx.GraphModule) -> int:
     """Replace the triangle of float32 matrices of static sizes by a selection with a constant mask."""
     hits = [node for node in module.graph.nodes if operator(node) in ("aten.tril.default", "aten.triu.default")]
-    hits = [node for node in hits if _are_static_matrices(tensor_type(node))]
+    hits = [node for node in hits if _has_static_triangle(node)]
     for node in hits:
         rows, columns = (evaluate(size, {}) for size in known_type(node).shape[-2:])
         diagonal = arguments(node)["diagonal"]
@@ -240,8 +240,12 @@ def triangles_to_masks(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def _are_static_matrices(kind: TensorType | None) -> bool:
-    return kind is not None and kind.dtype is DType.F32 and all(isinstance(size, int) for size in kind.shape[-2:])
+def _has_static_triangle(node: fx.Node) -> bool:
+    """Return whether neither the sizes of float32 matrices nor the diagonal of their triangle are computed."""
+    kind = tensor_type(node)
+    if kind is None or kind.dtype is not DType.F32:
+        return False
+    return all(isinstance(size, int) for size in (*kind.shape[-2:], arguments(node)["diagonal"]))
 
 
 def exact_neighbours_to_nearest(module: fx.GraphModule) -> int:
@@ -259,11 +263,12 @@ EXACT_NEIGHBOURS = {
 
 def _has_whole_factors(node: fx.Node) -> bool:
     """Return whether upsampling of static sizes copies each pixel the same number of times along an axis."""
-    sizes = zip(known_type(node.args[0]).shape[2:], known_type(node).shape[2:], strict=True)
-    factors = [after // before for before, after in sizes if isinstance(before, int) and isinstance(after, int)]
-    copied = [before * factor for before, factor in zip(known_type(node.args[0]).shape[2:], factors, strict=False)]
+    before, after = known_type(node.args[0]).shape[2:], known_type(node).shape[2:]
+    if not all(isinstance(size, int) for size in (*before, *after)):
+        return False
+    factors = [evaluate(result, {}) / evaluate(size, {}) for size, result in zip(before, after, strict=True)]
     given = arguments(node)["scale_factors"]
-    return tuple(copied) == known_type(node).shape[2:] and (given is None or list(given) == factors)
+    return all(factor.is_integer() for factor in factors) and (given is None or list(given) == factors)
 
 
 def channels_to_images(module: fx.GraphModule) -> int:

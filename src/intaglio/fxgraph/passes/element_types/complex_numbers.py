@@ -175,10 +175,10 @@ def _sum(node: fx.Node, pairs: Pairs, kind: TensorType) -> tuple[fx.Node, fx.Nod
     real = call_before(node, kind, node.target, left[0], right[0])
     if left[1] is not None and right[1] is not None:
         return real, call_before(node, kind, node.target, left[1], right[1])
-    alone, negative = (
-        (left[1], operator(node) == "aten.rsub.Scalar") if right[1] is None else (right[1], "sub" in operator(node))
-    )
-    return real, call_before(node, kind, aten.neg.default, alone) if negative else alone
+    # One operand is real: the imaginary part is that of the other one, or its negative where that is subtracted.
+    imaginary, name = right[1] if left[1] is None else left[1], operator(node)
+    subtracted = name == "aten.rsub.Scalar" if right[1] is None else name.startswith("aten.sub.")
+    return real, call_before(node, kind, aten.neg.default, imaginary) if subtracted else imaginary
 
 
 def _pair(value: Operand | complex, pairs: Pairs) -> tuple[Operand, Operand | None]:

@@ -29,7 +29,7 @@ from intaglio.integrations.transformers.steps.decoder_cache import (
 )
 from intaglio.integrations.transformers.steps.token_blocks import masks_with_blocks
 from intaglio.torch_private import assume
-from intaglio.tracing.copies.copy_model import copy_model
+from intaglio.tracing.copies.copy_model import copy_with_parameters
 
 EXAMPLE_PAST, EXAMPLE_WINDOW, EXAMPLE_NEW, EXAMPLE_BATCH = 7, 5, 3, 2
 EXAMPLE_KEPT = (2, 0, 1, 2)
@@ -302,8 +302,7 @@ def with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
     It shares the parameters, which capture copies anyway and which take most of the memory.
     """
-    shared = {id(one): one for one in model.parameters() if one.grad_fn is None}
-    own = copy_model(model, shared).eval()
+    own = copy_with_parameters(model)
     for config in {id(found): found for part in own.modules() if (found := getattr(part, "config", None))}.values():
         if getattr(config, "use_cache", None) is True:
             vars(config)["use_cache"] = False
