@@ -106,8 +106,8 @@ def test_logarithms_of_sums_of_infinite_values_are_those_of_pytorch(special):
     "body",
     [
         pytest.param(lambda x, ids: ids.logsumexp(-1), id="logarithms of sums of integers"),
-        pytest.param(lambda x, ids: torch.tril(x, diagonal=ids.shape[1] - 4), id="lower triangles"),
-        pytest.param(lambda x, ids: torch.triu(x, diagonal=ids.shape[1] - 5), id="upper triangles"),
+        pytest.param(lambda x, ids: torch.tril(x[:4], diagonal=ids.shape[1] - 4), id="lower triangles"),
+        pytest.param(lambda x, ids: torch.triu(x[:4], diagonal=ids.shape[1] - 5), id="upper triangles"),
     ],
 )
 def test_integers_and_computed_diagonals_stay_in_pytorch(body):
