@@ -61,6 +61,7 @@ __all__ = [
     "state_dict_hooks",
     "storage_key",
     "submodules_of",
+    "traced_conditions",
     "uncompared_masks",
     "unset_fake_temporarily",
     "without_current_function_mode",
@@ -242,11 +243,11 @@ def size_hint(size: torch.SymInt) -> Any:
     return size.node.hint
 
 
-def compared_expressions(size: torch.SymInt) -> list[tuple[Any, Any]]:
-    """Return pairs of sizes that the model compared while it was traced, as sympy expressions, and that were equal.
-    Without it, sizes that are equal in every valid call would differ."""
-    guards = [guard.expr for guard in size.node.shape_env.guards]
-    return [guard.args for guard in guards if type(guard).__name__ == "Equality"]
+def traced_conditions(size: torch.SymInt) -> list[tuple[Any, Any]]:
+    """Return the conditions on sizes that held while the model was traced, as sympy expressions, each with the frame of
+    the code that tested it. Without it, calls with other sizes would take the branches of the example."""
+    env = size.node.shape_env
+    return [(env.replace(one.expr), one.sloc.framework_loc) for one in env.guards]
 
 
 def forget_new_symbols(number: torch.SymFloat) -> None:
@@ -311,7 +312,7 @@ def forget_compiled_loops() -> None:
 
 
 MATRIX_PRODUCTS = ("einsum", "tensordot", "linalg_multi_dot", "chain_matmul")
-DISTANCES = ("cosine_similarity", "pairwise_distance", "diff")
+DISTANCES, DIFFERENCE = ("cosine_similarity", "pairwise_distance", "diff"), torch.ops.aten.diff.default
 DECOMPOSED_COMPOSITES = {getattr(torch.ops.aten, name).default for name in (*MATRIX_PRODUCTS, *DISTANCES)}
 """Operators that PyTorch would preserve, and that are decomposed into operators which layers or loops compute."""
 
@@ -349,7 +350,9 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
         used = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
         operators = [target for target in used if isinstance(target, OpOverload)]
-        preserved = {one for one in operators if is_preserved(one) and one not in DECOMPOSED_COMPOSITES}
+        values = [node.meta["val"] for graph in graphs for node in graph.nodes if node.target is DIFFERENCE]
+        whole = {DIFFERENCE for value in values if not value.is_floating_point()}  # passes know those of ranges
+        preserved = {one for one in operators if is_preserved(one) and one not in DECOMPOSED_COMPOSITES - whole}
         kept = preserved | {torch.ops.aten.reshape.default}  # decomposition makes it a view of its operand or of a copy
         split = any(map(is_composite, {*operators} - kept))
         if len(graphs) == 1 and not split and all(map(_is_left_alone, used - preserved)):

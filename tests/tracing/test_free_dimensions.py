@@ -12,7 +12,7 @@ from intaglio import stages
 from intaglio.errors import InputError
 from intaglio.ir import evaluate, symbol
 from intaglio.tracing import capture
-from intaglio.tracing.free_dimensions import common_multiples
+from intaglio.tracing.sizes.free_dimensions import common_multiples
 from support.lowering import lowered
 from support.slow_params import slow_params
 

@@ -6,6 +6,7 @@ emitted as C.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -82,6 +83,41 @@ MAX_POLYNOMIAL_TERMS = 16
 
 Dim = int | Expression
 Shape = tuple[Dim, ...]
+
+
+RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+"""The relations of a `SizeCondition`, as Python and C write them."""
+
+
+@dataclass(frozen=True)
+class SizeCondition:
+    """A relation of two dimensions that the sizes of every call must have.
+
+    Attributes:
+        left: Dimension on the left.
+        relation: Key of `RELATIONS`.
+        right: Dimension on the right.
+        where: File and line of the model's code that compares the sizes.
+    """
+
+    left: Dim
+    relation: str
+    right: Dim
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.relation} {self.right}"
+
+    def holds(self, symbols: Mapping[str, int]) -> bool:
+        """Return whether sizes have the relation."""
+        return RELATIONS[self.relation](evaluate(self.left, symbols), evaluate(self.right, symbols))
 
 
 def symbol(name: str) -> Expression:

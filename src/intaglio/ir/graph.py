@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from intaglio.ir.constants import Constants
-from intaglio.ir.dims import Dim, symbols_of
+from intaglio.ir.dims import Dim, SizeCondition, symbols_of
 from intaglio.ir.types import DType, QParams, TensorType
 
 
@@ -227,6 +227,7 @@ class Signature:
         names: Parameter names of ``forward``.
         ranges: Smallest and largest size of each restricted free dimension.
         state: Buffers that keep values from call to call.
+        conditions: Relations of free dimensions without which the model takes another branch than in the graph.
     """
 
     inputs: tuple[Input, ...]
@@ -238,6 +239,7 @@ class Signature:
     names: tuple[str, ...] = ()
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     state: tuple[State, ...] = ()
+    conditions: tuple[SizeCondition, ...] = ()
 
 
 class StageTexts(Mapping[str, str]):

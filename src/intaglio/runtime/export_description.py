@@ -164,6 +164,9 @@ def _free_sizes(model: CompiledModel, symbols: Sequence[str]) -> str:
         if name in known:
             upper = "" if high is None else f" || d_{name} > {high}"
             lines.append(f"if (d_{name} < {low}{upper}) return false;")
+    for one in model.signature.conditions:
+        left, right = map(_c_expression, (one.left, one.right))
+        lines.append(f"if (!({left} {one.relation} {right})) return false;")
     lines += [f"if ({_c_expression(need.value)} < 0) return false;  // {need.problem}" for need in needs(model.graph)]
     lines += [f"dims[{i}] = d_{name};" for i, name in enumerate(symbols) if name in known]
     return "\n".join(

@@ -11,8 +11,6 @@ from intaglio.signature.calls import (
     count_positional_inputs,
     dims_of,
     initial_state,
-    match_shapes,
-    match_size,
     plain_mapping,
     returns_tensor,
     run_while_loop,
@@ -20,6 +18,7 @@ from intaglio.signature.calls import (
     update_inputs,
     updated_state,
 )
+from intaglio.signature.shapes import match_shapes, match_size
 
 __all__ = [
     "DTYPES",

@@ -10,7 +10,8 @@ import torch
 from intaglio import numerics
 from intaglio.argument_checks import WITHOUT_CYCLES, nesting_problem
 from intaglio.errors import InputError
-from intaglio.ir import Dim, DType, Expression, Input, QParams, Signature, evaluate, solve, symbols_of
+from intaglio.ir import DType, Expression, QParams, Signature, evaluate
+from intaglio.signature.shapes import input_error, match_shapes
 from intaglio.signature.tensor_checks import (
     PLAIN_TENSORS,
     TO_DENSE_ON_CPU,
@@ -149,28 +150,6 @@ def dims_of(
     return match_shapes(signature, [leaf.shape for leaf in leaves])
 
 
-def match_shapes(signature: Signature, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Return the sizes of the dynamic dimensions in a call whose inputs have these shapes.
-
-    Raises:
-        InputError: a shape does not fit the captured type, or a dynamic dimension is out of its range.
-    """
-    symbols: dict[str, int] = {}
-    matched: dict[Any, Any] = {}  # the keys and values of all layers have one type
-    for entry, given in zip(signature.inputs, shapes, strict=True):
-        shape, known = entry.type.shape, len(symbols)
-        if matched.get(shape) == given:
-            continue
-        sizes = zip(shape, given, strict=False)
-        if len(given) != len(shape) or not all(match_size(dim, size, symbols) for dim, size in sizes):
-            raise _input_error(entry, _shape_problem(given, shape), SHAPE_REMEDY)
-        if len(symbols) > known and (limits := _range_violation(signature, symbols)) is not None:
-            remedy = "split, pad or crop the input to such a size"
-            raise _input_error(entry, f"{_shape_problem(given, shape)} with {limits}", remedy)
-        matched[shape] = given
-    return symbols
-
-
 def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> None:
     """Raise `InputError` unless every leaf is a dense CPU tensor of the captured element type. Shapes are not
     checked."""
@@ -178,16 +157,16 @@ def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Coll
         dtype = entry.type.dtype
         if not isinstance(value, torch.Tensor):
             remedy = "convert the array with torch.from_numpy" if hasattr(value, "__array__") else None
-            raise _input_error(entry, f"it is of type {type(value).__name__}; the model takes a tensor here", remedy)
+            raise input_error(entry, f"it is of type {type(value).__name__}; the model takes a tensor here", remedy)
         if (given := DTYPES.get(value.dtype)) is not dtype and not (given is DType.U8 and index in byte_inputs):
             remedy = f"convert it with .to({TORCH_DTYPES.get(dtype, dtype)})"
             if value.dtype is torch.uint8:
                 remedy += ", or quantize with input=intaglio.Image(mean, std) for a model that takes uint8 images"
             allowed = (dtype, DType.U8) if index in byte_inputs else (dtype,)
             expected = " or ".join(str(TORCH_DTYPES.get(one, one)) for one in allowed)
-            raise _input_error(entry, f"its data type is {value.dtype}; the model takes {expected}", remedy)
+            raise input_error(entry, f"its data type is {value.dtype}; the model takes {expected}", remedy)
         if (reason := unsupported_reason(value)) is not None:
-            raise _input_error(entry, reason, TO_DENSE_ON_CPU)
+            raise input_error(entry, reason, TO_DENSE_ON_CPU)
 
 
 def check_memory(signature: Signature, leaves: Sequence[torch.Tensor]) -> None:
@@ -205,43 +184,6 @@ def check_memory(signature: Signature, leaves: Sequence[torch.Tensor]) -> None:
             raise InputError(names[index], None, problem, remedy=PLAIN_TENSORS)
     if signature.updated_inputs:
         _check_updates(signature, leaves)
-
-
-def _input_error(entry: Input, problem: str, remedy: str | None) -> InputError:
-    return InputError(f"input '{entry.name}'", None, problem, remedy=remedy)
-
-
-def _shape_problem(given: Sequence[int], shape: Sequence[Dim]) -> str:
-    return f"its shape is {list(given)}; the model takes [{', '.join(map(str, shape))}]"
-
-
-def _range_violation(signature: Signature, symbols: Mapping[str, int]) -> str | None:
-    """Return a text with the range of the first dynamic dimension that is outside of its range, or ``None``."""
-    for name, (low, high) in signature.ranges.items():
-        if name in symbols and not low <= symbols[name] <= (symbols[name] if high is None else high):
-            return f"{name} of at least {low}" if high is None else f"{name} from {low} to {high}"
-    return None
-
-
-SHAPE_REMEDY = (
-    "pass a tensor of that shape, or quantize again with example inputs or dynamic_shapes that allow this one"
-)
-
-
-def match_size(dim: Dim, size: int, symbols: dict[str, int]) -> bool:
-    """Return whether an axis may have this size. If exactly one symbol of ``dim`` is unknown, solve for it and add its
-    value to ``symbols``."""
-    if isinstance(dim, int):
-        return dim == size
-    if name := dim.only_symbol:
-        return symbols.setdefault(name, size) == size
-    unknown = symbols_of(dim) - symbols.keys()
-    if len(unknown) == 1:
-        (name,) = unknown
-        if (value := solve(dim, size, name, symbols)) is None:
-            return False
-        symbols[name] = value
-    return len(unknown) < 2 and evaluate(dim, symbols) == size
 
 
 def initial_state(signature: Signature) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from intaglio.tracing.captured import Captured
 from intaglio.tracing.changed_arguments import LEFT_OUT, WITHOUT_CACHE
 from intaglio.tracing.copies.copy_model import copy_model
 from intaglio.tracing.result_order import leaf_order
+from intaglio.tracing.sizes.size_conditions import sizes_with_conditions
 
 BATCH_SIZES = (1, 3)
 LARGER_BATCH_SIZES = (4, 8)
@@ -39,7 +40,9 @@ NO_TOLERANCE_LIMIT = (0.0, math.inf)
 """Tolerance for models that draw random numbers, which differ between graph and model."""
 TOKEN_DTYPES = (DType.I64, DType.I32, DType.BOOL)
 OF_ANY_SIZES = {LEFT_OUT, UPCAST_NOTE, WITHOUT_CACHE}
-"""Notes of a graph that are not about its sizes. Others say that a size is fixed."""
+"""Notes of a graph that are not about its sizes. Others say that a size is fixed, or begin with `CONDITION_NOTE`."""
+CONDITION_NOTE = "calls must have sizes with"
+"""Begin of a note about a condition on free sizes."""
 
 
 def free_symbols(captured: Captured) -> set[str]:
@@ -50,7 +53,7 @@ def free_symbols(captured: Captured) -> set[str]:
 
 def has_fixed_sizes(captured: Captured) -> bool:
     """Return whether a note says that a size of the graph is that of the example, because it could not be free."""
-    return not {*captured.notes} <= OF_ANY_SIZES
+    return not {note for note in captured.notes if not note.startswith(CONDITION_NOTE)} <= OF_ANY_SIZES
 
 
 def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -71,7 +74,9 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
     divided = set().union(*map(symbols_of, quotients)) & free_symbols(captured)
 
     def compared(batch: int) -> str | None:
-        sizes = _sizes(captured, args, kwargs, batch, change_lengths=batch > 1)
+        wanted = _sizes(captured, args, kwargs, batch, change_lengths=batch > 1)
+        if (sizes := sizes_with_conditions(captured, wanted, _batch(captured))) is None:
+            return None
         some_args, some_kwargs = resized(captured, args, kwargs, sizes)
         return difference_in_call(captured, model, some_args, some_kwargs, f"batch {batch}")
 
@@ -278,6 +283,7 @@ def allow_length_one(
         low, high = ranges.get(name, (0, None))
         if low <= 1:
             sizes = {**_sizes(captured, args, kwargs, BATCH_SIZES[-1], change_lengths=False), name: 1}
+            sizes = sizes_with_conditions(captured, sizes, {name}) or sizes
             one_args, one_kwargs = resized(captured, args, kwargs, sizes)
             agrees = difference_in_call(captured, model, one_args, one_kwargs, "length 1") is None
             ranges[name] = (1 if agrees else 2, high)

@@ -52,7 +52,6 @@ from intaglio.tracing.export_metadata import (
     source_of,
     tensor_of,
 )
-from intaglio.tracing.free_dimensions import Sizes, example_sizes, free_sizes, input_type, ranges_of
 from intaglio.tracing.local_decompositions import (
     CONSTANT_KINDS,
     decompose_single_operators,
@@ -61,6 +60,8 @@ from intaglio.tracing.local_decompositions import (
 from intaglio.tracing.loops.unroll_scans import unroll_loops
 from intaglio.tracing.loops.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 from intaglio.tracing.operator_aliases import resolve_aliases
+from intaglio.tracing.sizes.free_dimensions import Sizes, example_sizes, free_sizes, input_type, ranges_of
+from intaglio.tracing.sizes.size_conditions import conditions_of
 
 ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
 
@@ -197,7 +198,7 @@ def to_captured(
             signature = _outputs(program, node, copies, graph, inputs, fixed, state, sizes)
         elif any(str(user.target) != WHILE for user in node.users):
             raise control_flow_error(next(iter(node.users)), program)
-    signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, sizes))
+    signature = _with_names_and_limits(signature, model, program, sizes)
     module = fx.GraphModule(root, graph)
     return _after_passes(module, signature, example_sizes(program, sizes, inputs), model, notes, training)
 
@@ -304,10 +305,12 @@ def _state(program: ExportedProgram, path: str, node: fx.Node, value: fx.Node) -
     return State(node.name, value.name, path, kind, tensor.detach().contiguous().numpy().copy())
 
 
-def _with_names(signature: Signature, model: nn.Module) -> Signature:
+def _with_names_and_limits(signature: Signature, model: nn.Module, program: ExportedProgram, sizes: Sizes) -> Signature:
+    """Return a signature with the parameter names of ``forward`` and what free sizes must be."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = tuple(n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds)
-    return dataclasses.replace(signature, names=names)
+    ranges, conditions = ranges_of(program, sizes), conditions_of(program, sizes)
+    return dataclasses.replace(signature, names=names, ranges=ranges, conditions=conditions)
 
 
 def with_named_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,17 +15,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from intaglio.argument_checks import WITHOUT_CYCLES, nesting_problem
 from intaglio.errors import CaptureError
-from intaglio.fxgraph.padding_masks import padding_masks
 from intaglio.signature import clone_tensors, plain_mapping
 from intaglio.signature.tensor_checks import TO_DENSE_ON_CPU, check_memory_of, unsupported_reason
 from intaglio.torch_private import global_hooks_for, pytree
 from intaglio.tracing.capture_check import (
-    WRONG_TYPE,
     allow_length_one,
     difference_in_call,
     disagreement,
     free_symbols,
-    larger_example,
     threads_beside_compilers,
 )
 from intaglio.tracing.captured import Captured, ExampleError
@@ -34,6 +30,8 @@ from intaglio.tracing.changed_arguments import LEFT_OUT, WITHOUT_CACHE, Containe
 from intaglio.tracing.copies.copy_model import frozen_copy
 from intaglio.tracing.copies.shared_parameters import shareable_parameters, without_writes
 from intaglio.tracing.result_order import with_fields_ordered
+from intaglio.tracing.sizes.needed_conditions import with_needed_conditions
+from intaglio.tracing.sizes.requested_sizes import checked, with_requested_sizes
 from intaglio.tracing.torch_export import export, free_axes, is_sequence, to_captured, with_named_keywords
 
 
@@ -88,7 +86,7 @@ def _trace_copy(
     notes: tuple[str, ...] = (LEFT_OUT,) if changes_arguments else ()
     notes += _without_caches(model_copy) if returns_caches and "use_cache" not in kwargs else ()
     if dynamic_shapes is not None:
-        captured = _with_requested_sizes(model_copy, args, kwargs, dynamic_shapes, train)
+        captured = with_requested_sizes(model_copy, args, kwargs, dynamic_shapes, train)
     else:
         captured = _capture(model_copy, args, kwargs, free, train)
     if structure is not None:
@@ -211,7 +209,7 @@ def _capture(
         if axes is not choices[-1]:
             notes = (f"sequence lengths are fixed to those of the example: {reason}",)
     note = f"the batch size is fixed to that of the example: {reason}"
-    return _checked(
+    return checked(
         to_captured(export(model_copy, args, kwargs, None), model_copy, (*notes, note), train), model_copy, args, kwargs
     )
 
@@ -225,6 +223,7 @@ def _with_free_axes(
         try:
             shapes = free_axes(model_copy, wide_args, wide_kwargs, axes)
             captured = _with_one_batch(export(model_copy, wide_args, wide_kwargs, shapes), model_copy, train)
+            captured = with_needed_conditions(captured, model_copy, wide_args, wide_kwargs)
             found = disagreement(captured, model_copy, args, kwargs) if free_symbols(captured) else "the model fixes it"
         except CaptureError as error:
             found = error.problem
@@ -285,90 +284,6 @@ def _fixed_lengths(
     except CaptureError as error:
         reason = error.problem
     return tuple(f"the length of '{entry.name}' is fixed to that of the example: {reason}" for entry in inputs)
-
-
-def _with_requested_sizes(
-    model_copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, train: bool
-) -> Captured:
-    """Return the graph with the dynamic shapes of the user.
-
-    Axes with `Dim.AUTO` are free where the model's code allows it: if it does not, those behind the batch are fixed to
-    the sizes of the example, and a note says why.
-
-    Raises:
-        CaptureError: the model cannot be captured with these shapes.
-    """
-    try:
-        captured = to_captured(export(model_copy, args, kwargs, shapes), model_copy, (), train)
-        return _rechecked(captured, model_copy, args, kwargs, shapes)
-    except CaptureError as error:
-        fixed = _fix_automatic_axes(shapes)
-        if fixed == shapes:
-            raise
-        note = f"axes with Dim.AUTO behind the batch are fixed to the sizes of the example: {error.problem}"
-        try:
-            captured = to_captured(export(model_copy, args, kwargs, fixed), model_copy, (note,), train)
-            return _checked(captured, model_copy, args, kwargs)
-        except CaptureError:
-            raise error from None
-
-
-def _rechecked(
-    captured: Captured, model_copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any
-) -> Captured:
-    """Return a graph that agrees with the float model, captured with a larger example if it needs one; raise
-    `CaptureError` if they disagree."""
-    reason = None if captured.training else disagreement(captured, model_copy, args, kwargs)
-    if WRONG_TYPE in (reason or ""):
-        wide_args, wide_kwargs = larger_example(captured, args, kwargs)
-        with contextlib.suppress(CaptureError):
-            again = to_captured(export(model_copy, wide_args, wide_kwargs, shapes), model_copy, (), captured.training)
-            return _checked(again, model_copy, args, kwargs)
-    return _agreeing(captured, model_copy, reason, (args, kwargs))
-
-
-def _fix_automatic_axes(shapes: Any, axis: int | str = 0) -> Any:
-    """Return dynamic shapes in which the size of the example replaces `Dim.AUTO` on all axes behind the first.
-
-    Args:
-        shapes: dynamic shapes, or one entry of them.
-        axis: the index or key of the entry in the container that holds it.
-    """
-    if isinstance(shapes, Mapping):
-        return {key: _fix_automatic_axes(entry, key) for key, entry in shapes.items()}
-    if isinstance(shapes, list | tuple):
-        return type(shapes)(_fix_automatic_axes(entry, index) for index, entry in enumerate(shapes))
-    return TorchDim.STATIC if shapes == TorchDim.AUTO and axis != 0 else shapes
-
-
-LARGER_EXAMPLE = "pass an example with larger sizes, or leave these sizes out of dynamic_shapes"
-WITH_PADDING = (
-    "pass an attention_mask that hides a position of every sample: with ones only, code of models such as those of "
-    "transformers computes without the mask, but not when torch.export traces it"
-)
-INDEPENDENT_PART = "capture a part of the model that does not depend on data or on random numbers"
-
-
-def _checked(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured:
-    reason = None if captured.training else disagreement(captured, model, args, kwargs)
-    return _agreeing(captured, model, reason, (args, dict(kwargs)))
-
-
-def _agreeing(captured: Captured, model: nn.Module, reason: str | None, call: Any) -> Captured:
-    """Return the graph; raise `CaptureError` if there is a ``reason`` why it differs from the model in a call."""
-    if reason is None:
-        return captured
-    problem = f"the captured graph does not compute what the model computes: {reason}"
-    raise CaptureError(type(model).__name__, None, problem, remedy=_remedy_of_difference(captured, reason, call))
-
-
-def _remedy_of_difference(captured: Captured, reason: str, call: Any) -> str:
-    """Return what to do about a graph that computes something else than the model for an example."""
-    if WRONG_TYPE in reason:
-        return LARGER_EXAMPLE
-    leaves = pytree.tree_leaves(call)
-    masks = [leaves[captured.signature.inputs[index].leaf] for index in padding_masks(captured.signature)]
-    return WITH_PADDING if any(bool(mask.all()) for mask in masks) else INDEPENDENT_PART
 
 
 def _examples(

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from intaglio.errors import CalibrationError
+from intaglio.fxgraph.nodes import operator
 from intaglio.stages import calibrate, capture, compile, prepare
 from intaglio.tracing.trace import PADDING_SKIPPED
 from support.lowering import assert_equal_quantized, quantized, sqnr
@@ -170,3 +171,26 @@ def test_an_encoder_that_skips_padding_is_quantized_with_a_note():
         skipped, computed = model(X, PADDING), captured(X, PADDING)
     assert not skipped[PADDING].any()
     torch.testing.assert_close(skipped[~PADDING], computed[~PADDING], rtol=1e-4, atol=1e-5)
+
+
+class PackedTexts(nn.Module):
+    """Masks the tokens of other texts in a row, which begin where positions do not follow each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.qkv = nn.Embedding(20, 8), nn.Linear(8, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1])[None].expand(ids.shape[0], -1)
+        texts = (torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        q, k, v = self.qkv(self.words(ids))[:, None].chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, texts[:, None, :, None] == texts[:, None, None, :])
+
+
+def test_positions_that_are_a_range_are_one_text():
+    torch.manual_seed(0)
+    model, ids = PackedTexts().eval(), torch.randint(20, (2, 6))
+    captured = capture(model, ids)
+    names = {operator(node) for node in captured.module.graph.nodes}
+    assert not names & {"aten.diff.default", "aten.cumsum.default", "aten.ne.Scalar", "aten.eq.Tensor"}
+    torch.testing.assert_close(captured(ids), model(ids))

@@ -339,6 +339,29 @@ def test_sizes_too_small_for_a_window_are_refused(tmp_path):
         assert found.resize([(2, 3, size, 9)]) == c.SHAPE
 
 
+class Upright(nets.ConvBnRelu):
+    """Turns images that are wider than high."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(2, 3) if x.shape[2] < x.shape[3] else x)
+
+
+@pytest.mark.slow(reason="exports a model with free sizes; other sizes are refused above")
+def test_sizes_of_another_branch_are_refused(tmp_path):
+    sizes = dict.fromkeys((0, 2, 3), torch.export.Dim.AUTO)
+    captured = stages.capture(randomize(Upright()), (picture(),), dynamic_shapes=(sizes,))
+    prepared = stages.prepare(captured)
+    reference = stages.convert(prepared, stages.calibrate(prepared, [picture()], progress=False))
+    model = stages.compile(stages.requantize(reference))
+    found = exported(model, tmp_path)
+    for height, width in ((9, 9), (12, 7)):
+        x = torch.randn(2, 3, height, width)
+        assert_same(found(x), [model(x)])
+    with pytest.raises(intaglio.errors.InputError):
+        model(torch.randn(2, 3, 8, 9))
+    assert found.resize([(2, 3, 8, 9)]) == c.SHAPE
+
+
 class Counting(nets.ConvBnRelu):
     """Numbers its calls."""
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.ir import Input, Output, QParams, Signature, State
+from intaglio.ir import Input, Output, QParams, Signature, SizeCondition, State
+from intaglio.ir.dims import RELATIONS
 from intaglio.runtime.saved.json_codec import (
     NUMPY_DTYPES,
     NotStorableError,
@@ -19,9 +20,11 @@ from intaglio.runtime.saved.json_codec import (
     checked_integer,
     checked_value_name,
     decode,
+    decode_dim,
     decode_line,
     decode_type,
     encode,
+    encode_dim,
     encode_line,
     encode_type,
 )
@@ -61,6 +64,10 @@ def encode_signature(signature: Signature, parameters: ParameterTable, arrays: d
             for entry in signature.state
         ],
         "ranges": [[name, low, high] for name, (low, high) in signature.ranges.items()],
+        "conditions": [
+            [encode_dim(one.left), one.relation, encode_dim(one.right), encode_line(one.where)]
+            for one in signature.conditions
+        ],
     }
 
 
@@ -84,7 +91,10 @@ def decode_signature(entry: Any, parameters: ParameterTable, arrays: Mapping[str
     }
     names = tuple(map(str, entry["names"]))
     state = tuple(_decode_state(kept, parameters, arrays) for kept in entry.get("state", ()))
-    found = Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges, state)
+    conditions = tuple(_decode_condition(*parts) for parts in entry.get("conditions", ()))
+    found = Signature(
+        tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges, state, conditions
+    )
     _check_trees(found)
     return found
 
@@ -104,6 +114,13 @@ def _check_trees(signature: Signature) -> None:
         raise ValueError(f"{len(signature.outputs)} results do not fill {signature.out_tree.num_leaves} leaves")
     if odd := set(signature.updated_inputs).difference(entry.leaf for entry in signature.inputs):
         raise ValueError(f"the leaves {sorted(odd)} are updated in place, but they are not inputs")
+
+
+def _decode_condition(left: Any, relation: Any, right: Any, where: Any) -> SizeCondition:
+    """Return a condition on sizes. Raise `ValueError` for a relation that there is not."""
+    if relation not in RELATIONS:
+        raise ValueError(f"{relation!r:.60} is not a relation of sizes")
+    return SizeCondition(decode_dim(left), relation, decode_dim(right), decode_line(where))
 
 
 def _decode_state(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np.ndarray]) -> State:

@@ -15,7 +15,7 @@ from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import dim_of_expression
 from intaglio.ir import Dim, Expression, Input, TensorType, evaluate, substitute, symbol, symbols_of
-from intaglio.torch_private import compared_expressions, size_expression, size_hint
+from intaglio.torch_private import size_expression, size_hint, traced_conditions
 
 if TYPE_CHECKING:
     import sympy  # the import takes a third of a second
@@ -104,7 +104,8 @@ def _compared_sizes(program: ExportedProgram, sizes: Sizes) -> Iterator[tuple[Di
     elements of tensors before and after their shape changes."""
     values = [node.meta.get("val") for node in program.graph.nodes]
     dynamic = [size for value in values for size in getattr(value, "shape", ()) if isinstance(size, torch.SymInt)]
-    compared = compared_expressions(dynamic[0]) if dynamic else []
+    conditions = [condition for condition, _ in (traced_conditions(dynamic[0]) if dynamic else ())]
+    compared = [one.args for one in conditions if type(one).__name__ == "Equality"]
     views = [node for node in program.graph.nodes if dynamic and node.target in VIEWS and -1 not in node.args[1]]
     counts = [(_elements(node.args[0].meta["val"].shape), _elements(map(_size, node.args[1]))) for node in views]
     for a, b in dict.fromkeys([*compared, *(pair for pair in counts if pair[0] != pair[1])]):
