@@ -74,6 +74,10 @@ class CalibrationError(IntaglioError):
     """The calibration data, or the ranges observed on it, cannot be used."""
 
 
+class NotFiniteError(CalibrationError):
+    """A value of the model is NaN or infinite for the calibration data."""
+
+
 class BuildError(IntaglioError):
     """Generated code cannot be compiled or loaded."""
 

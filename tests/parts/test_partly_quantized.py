@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import intaglio
-from intaglio.errors import ArtifactError, CaptureError, InputError, SelectorError
+from intaglio.errors import ArtifactError, CaptureError, InputError, NotFiniteError, SelectorError
 from support.partial_models import Detector, Routed
 from support.recipes import UNCORRECTED
 from support.slow_params import slow_params
@@ -430,6 +430,39 @@ def test_calls_for_quantizing_and_comparing_leave_buffers_as_they_were():
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert min(comparison.results) > 25
+
+
+def test_nan_in_a_batch_of_a_model_in_parts_is_an_error_that_names_the_batch():
+    torch.manual_seed(0)
+    data = [torch.randn(4, 3, 8, 8) for _ in range(4)]
+    data[2][1, 0, 3, 3] = float("nan")
+    with pytest.raises(
+        NotFiniteError, match=r"batch 2, argument leaf 0: it holds NaN, and .* part 'body': batch 2, .* NaN"
+    ) as raised:
+        intaglio.quantize(Counting().eval(), data, progress=False)
+    assert raised.value.remedy.startswith("remove samples with such values from the data")
+    found = intaglio.quantize(Counting().eval(), [data[0], data[1], data[3]], progress=False)
+    assert set(found.parts) == {"body"}
+
+
+class Dividing(Counting):
+    """Computes NaN from finite data in front of its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        y = y / 2 if y.max().item() > 1e9 else y
+        return torch.nan_to_num(self.last(y.clamp(min=-1).sqrt()))
+
+
+def test_a_part_that_gets_nan_from_finite_data_stays_in_float():
+    torch.manual_seed(0)
+    found = intaglio.quantize(Dividing().eval(), [torch.randn(4, 3, 8, 8) for _ in range(2)], progress=False)
+    assert set(found.parts) == {"body"}
+    assert "NaN" in str(found.coverage)
 
 
 def test_parts_are_compared_on_dictionaries(routed, routed_data):

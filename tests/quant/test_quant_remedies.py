@@ -220,7 +220,7 @@ CALIBRATION = {
     ),
     "values that are not finite": (
         lambda: calibrated([NAN]),
-        "nonfinite='ignore') ignores them wherever a tensor has finite values too",
+        "or ignore them: stages.calibrate(..., nonfinite='ignore')",
         lambda: calibrated([NAN], nonfinite="ignore"),
     ),
     "an observer with a scale per channel": (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.errors import CaptureError, IntaglioError
+from intaglio.errors import CaptureError, IntaglioError, NotFiniteError
 from intaglio.integrations import AdaptedPart, adapted_parts_of, integrations_in
 from intaglio.parts.call_recorder import MOST_BYTES, RecordedCalls, count_macs, recorded_calls
 from intaglio.parts.capture_part import PartCandidate, run_call
@@ -226,10 +226,24 @@ class _PartSearch:
             return reason
         try:
             found = self.quantize_part(one, *one.data(log))
+        except NotFiniteError as error:
+            if (place := _place_of_nan(self.calls)) is not None:
+                problem = f"it holds NaN, and so does a value of the part '{one.path}': {error.where}: {error.problem}"
+                raise NotFiniteError(place, None, problem, remedy=error.remedy) from None
+            return _first_line(error)
         except IntaglioError as error:
             return _first_line(error)
         logger.info("quantized the part %s", one.path)
         return found
+
+
+def _place_of_nan(calls: Sequence[Call | Use]) -> str | None:
+    """Return the batch and the argument that hold NaN, or ``None``."""
+    for number, call in enumerate(call for call in calls if isinstance(call, tuple)):
+        for index, leaf in enumerate(pytree.tree_leaves(call)):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()):
+                return f"batch {number}, argument leaf {index}"
+    return None
 
 
 def _first_line(error: IntaglioError) -> str:

@@ -186,9 +186,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, group: Group) -> di
             raise CalibrationError(where, None, error.problem, remedy=error.remedy) from error
         except CalibrationError as error:
             where = f"batch {index - first}, {error.where}"
-            raise CalibrationError(
-                where, error.operator, error.problem, remedy=error.remedy, source=error.source
-            ) from None
+            raise type(error)(where, error.operator, error.problem, remedy=error.remedy, source=error.source) from None
         seen[index], size = found, size or found.samples
         count += found.samples
         if samples is not None and group.size == 1 and count >= samples:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from intaglio.errors import CalibrationError
+from intaglio.errors import CalibrationError, NotFiniteError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import info, known_type, set_info
 from intaglio.fxgraph.padding_masks import PaddedAxes, VisibleTokens, padded_axes, visible_groups
@@ -40,6 +40,13 @@ class ObserverState:
     visible: VisibleTokens = field(default_factory=dict)
 
 
+FINITE_DATA = (
+    "remove samples with such values from the data; if the model computes them from finite data, leave the operators "
+    "that compute and read them in float (skip=..., or None in a recipe), or ignore them: "
+    "stages.calibrate(..., nonfinite='ignore')"
+)
+
+
 class Observer(nn.Module):
     """Returns its input and adds it to ``statistics``, without the tokens that a padding mask hides.
 
@@ -68,18 +75,17 @@ class Observer(nn.Module):
         """Add a tensor to the statistics and return it.
 
         Raises:
-            CalibrationError: the tensor contains NaN or infinities that may not be ignored.
+            NotFiniteError: the tensor contains NaN or infinities that may not be ignored.
         """
         found = self._statistics_of(x.detach().resolve_neg())
         nonfinite = found.nans + found.infinities
         if nonfinite and (nonfinite == found.count or not self.observer_state.ignore):
-            raise CalibrationError(
+            raise NotFiniteError(
                 self.site.name,
                 self.site.origin.operator or None,
                 f"{found.nans} NaN and {found.infinities} infinite values among {x.numel()}",
                 source=self.site.origin.source or None,
-                remedy="remove them from the data, or leave the operators that compute them in float: skip=...; "
-                "calibrate(..., nonfinite='ignore') ignores them wherever a tensor has finite values too",
+                remedy=FINITE_DATA,
             )
         self.statistics = self.statistics.merge(found)
         if self.custom_observer is not None:
