@@ -48,6 +48,7 @@ FOLLOWED_ELSEWHERE = {
     "delete the file and run the program again": "native/test_cache_trust.py",
     "load the file without trust=True": "runtime/test_files.py",
     "leave the free size that it is computed from": "tracing/test_capture_remedies.py",
+    "give OpDef(function=...) a function of (values, attrs)": "ops/test_host_operators.py",
     "quantize again with batches of such sizes": "tracing/test_size_conditions.py",
     "pass smaller batches, one after the other": "runtime/test_new_shapes.py",
     "pass larger inputs": "runtime/test_free_sizes.py",

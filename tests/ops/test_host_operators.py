@@ -137,6 +137,23 @@ def test_a_function_of_one_value_is_a_table_and_needs_no_host(tmp_path):
     assert torch.equal(intaglio.load(tmp_path / "model.intaglio")(DATA[0]), model(DATA[0]))
 
 
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (lambda values: values**3, r"raises TypeError: .* takes 1 positional argument but 2 were given"),
+        (lambda values, attrs: values[:1], r"returns the shape \[1\] for values of shape \[256\]"),
+        (lambda values, attrs: values * np.nan, "returns NaN for all values"),
+    ],
+    ids=["another signature", "another shape", "no number"],
+)
+def test_a_function_that_computes_no_table_is_an_error(function, problem):
+    record = OpDef("soft_sign", SOFT_SIGN.targets, ("x",), Roles(x=(0,)), function=function)
+    parts = {"a": conv(), "c": conv(8)}
+    with pytest.raises(UnsupportedError, match=problem) as raised:
+        all_stages(lambda m, x: m.c(soft_sign(m.a(x))), quantizer=stages.Quantizer(operators=[record]), **parts)
+    assert raised.value.remedy.startswith("give OpDef(function=...) a function of (values, attrs)")
+
+
 SELF_GATED = QuantizerPattern(
     "self_gated", op("mul", wildcard("x"), op("sigmoid", wildcard("x")), commutative=True), operator=SWISH
 )

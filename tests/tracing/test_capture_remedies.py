@@ -100,6 +100,15 @@ def pickled(stage: object) -> object:
     return pickle.loads(pickle.dumps(stage))
 
 
+def trainable() -> nn.Module:
+    return stages.prepare(stages.capture(nn.Linear(4, 4), X, train=True), qat=True)
+
+
+def trained(prepared: nn.Module) -> stages.Reference:
+    prepared(X)
+    return stages.convert(prepared)
+
+
 def recipe_and_ranges(path):
     prepared = stages.prepare(captured())
     stages.calibrate(prepared, [X], progress=False).save(path / "ranges.json")
@@ -183,6 +192,16 @@ MODELS = {
         lambda: stages.capture(captured(), X),
         "call prepare(captured)",
         lambda: stages.prepare(captured()),
+    ),
+    "a model that is prepared for training": (
+        lambda: intaglio.quantize(trainable(), [X]),
+        "call stages.convert(model), or quantize the float model it was made from",
+        lambda: trained(trainable()),
+    ),
+    "a batch norm that averages over all batches": (
+        lambda: stages.capture(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), X, train=True),
+        "set the attribute momentum of the batch norm to a number, such as 0.1",
+        lambda: stages.capture(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.1)), X, train=True),
     ),
     "a prepared model as a float model": (
         lambda: stages.capture(stages.prepare(captured()), X),

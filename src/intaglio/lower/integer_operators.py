@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import fx
 
 from intaglio import numerics
+from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.node_info import known_type, origin
 from intaglio.fxgraph.nodes import call_of, is_constant, known_operands, operands, operator
-from intaglio.ir import DType, Origin, TensorType
+from intaglio.ir import Attrs, DType, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
 from intaglio.quant.qdq.integer_regions import IntegerRegion
 
@@ -91,7 +92,7 @@ def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str
     attrs, inputs = record.bind(call_of(node, record)), [x]
     if (function := record.function) is not None:
         ends = builder.types[x].qparams, result.qparams
-        table = numerics.function_lut(lambda real: function(real, attrs), *ends)
+        table = numerics.function_lut(lambda real: _checked(function, real, attrs, node, record.name), *ends)
         lut = builder.add_constant(f"{stem}_{record.name}_levels", table, DType.U8)
         return builder.add_op("table", [x, lut], f"{stem}_{record.name}", result, origin(node))
     arrays: Mapping[str, np.ndarray] = {}
@@ -103,6 +104,31 @@ def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str
         dtype = DType.F32 if array.dtype == np.float32 else DType.I32
         inputs.append(builder.add_constant(f"{stem}_{label}", array, dtype))
     return builder.add_op(record.name, inputs, f"{stem}_{record.name}", result, origin(node), **attrs)
+
+
+def _checked(
+    function: Callable[[np.ndarray, Attrs], np.ndarray], values: np.ndarray, attrs: Attrs, node: fx.Node, name: str
+) -> np.ndarray:
+    """Return what the function of a record computes; it may be one of the user.
+
+    Raises:
+        UnsupportedError: it raises an error, or returns values of another shape or NaN only.
+    """
+    try:
+        found = np.asarray(function(values, attrs), np.float64)
+    except Exception as error:
+        problem = f"the function of its record raises {type(error).__name__}: {error}"
+        raise UnsupportedError(origin(node).path, name, problem, remedy=FUNCTION_OF_RECORD) from error
+    if found.shape != values.shape or np.isnan(found).all():
+        returned = "NaN for all values" if found.shape == values.shape else f"the shape {list(found.shape)}"
+        problem = f"the function of its record returns {returned} for values of shape {list(values.shape)}"
+        raise UnsupportedError(origin(node).path, name, problem, remedy=FUNCTION_OF_RECORD)
+    return found
+
+
+FUNCTION_OF_RECORD = (
+    "give OpDef(function=...) a function of (values, attrs) that returns a number for each of the values"
+)
 
 
 def _constant(builder: GraphBuilder, node: fx.Node) -> np.ndarray:

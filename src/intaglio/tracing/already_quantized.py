@@ -34,6 +34,10 @@ QUANTIZED_MODULES = {
     "torch.ao.quantization.fake_quantize.": (PREPARED, CONVERT),
     "torchao.quantization.pt2e.observer.": (PREPARED, CONVERT),
     "torchao.quantization.pt2e.fake_quantize.": (PREPARED, CONVERT),
+    "intaglio.quant.qat.": (
+        "this model is prepared for training",
+        f"call stages.convert(model), or {QUANTIZE_FLOAT_MODEL}",
+    ),
     "intaglio.runtime.": (PROGRAM, OUTSIDE),
     "intaglio.backends.": (PROGRAM, OUTSIDE),
     "intaglio.integrations.": (PROGRAM, OUTSIDE),

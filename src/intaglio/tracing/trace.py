@@ -51,6 +51,8 @@ def trace(
     args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
     _check_example(args, kwargs)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        if train:
+            _check_batch_norms(model)
         shared = {} if copies_parameters or train else shareable_parameters(model)
         model_copy = frozen_copy(model, train, shared)
         with global_hooks_for(set(model_copy.modules()).__contains__):
@@ -60,6 +62,18 @@ def trace(
     with global_hooks_for(set(model_copy.modules()).__contains__):
         # outside of torch.device, which keeps encoders from skipping padding
         return _with_padding(captured, model_copy, args, kwargs)
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _check_batch_norms(model: nn.Module) -> None:
+    """Raise `CaptureError` for batch norms in training whose factor of running statistics depends on data."""
+    for path, part in model.named_modules():
+        if isinstance(part, BATCH_NORMS) and part.track_running_stats and part.momentum is None:
+            problem = "with momentum=None it averages over all batches so far, which torch.export cannot trace"
+            remedy = "set the attribute momentum of the batch norm to a number, such as 0.1"
+            raise CaptureError(path, type(part).__name__, problem, remedy=remedy)
 
 
 def _trace_copy(
