@@ -14,7 +14,7 @@ from intaglio.ir import DType, graph_text
 from intaglio.ops import OPS
 from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
 from intaglio.quant.recipes.recipe import Recipe
-from intaglio.tracing import trace
+from intaglio.tracing.sizes import requested_sizes
 from support import nets
 from support.lowering import assert_equal_quantized, kinds, quantized, tensors
 from support.nets import Body
@@ -298,7 +298,7 @@ def test_an_int8_table_whose_rows_are_rounded_to_16_bits_is_read_by_the_program(
 
 def test_sizes_that_hold_for_the_example_only_are_refused(monkeypatch):
     """torch.export takes the one pixel of the example for the size of all calls."""
-    monkeypatch.setattr(trace, "disagreement", lambda *call: None)
+    monkeypatch.setattr(requested_sizes, "disagreement", lambda *call: None)
     model, x = Body(lambda m, x: F.hardswish(m.c(x)), c=nn.Conv1d(2, 2, 3, stride=8)), torch.ones(3, 2, 5)
     captured = stages.capture(model.eval(), (x,), dynamic_shapes={"args": ({2: Dim.AUTO},)})
     prepared = stages.prepare(captured)

@@ -64,6 +64,8 @@ JOINED = {
         lambda m, q, k, mask: q @ k.transpose(2, 3) + torch.where(mask, 0.0, torch.finfo(torch.float32).min), SEEN
     ),
 }
+FINITE = ("scaled behind the mask, which is boolean", "a choice", "keys masked", "a choice added")
+"""Those whose boolean mask stands for a finite number; it is a float mask of the operator."""
 LEFT = {
     "an added mask is scaled": attend(lambda m, q, k, mask: (q @ k.transpose(2, 3) + mask) * 0.3, ADDED),
     "two masks": attend(lambda m, q, k, mask: q @ k.transpose(2, 3) + mask + mask * mask, ADDED),
@@ -102,7 +104,48 @@ def test_written_out_attention_is_one_operator(name):
     body, mask = JOINED[name]
     _, module, counts = passed(body, X, *(() if mask is None else (mask,)))
     assert counts["fuse_attention"] == 1
-    assert not {"softmax", "matmul", "div", "masked_fill", "where"}.intersection(operators(module))
+    assert not {"softmax", "matmul", "div", "masked_fill"}.intersection(operators(module))
+    assert operators(module).count("where") == (name in FINITE)  # of the mask
+
+
+FINITE_MASKS = {
+    "filled in": lambda scores, mask: scores.masked_fill(~mask, -1e9),
+    "a choice": lambda scores, mask: torch.where(mask, scores, torch.tensor(-1e4)),
+    "a choice added": lambda scores, mask: scores + torch.where(mask, 0.0, torch.finfo(torch.float32).min),
+}
+
+
+@pytest.mark.parametrize("name", FINITE_MASKS)
+def test_a_query_whose_keys_all_have_a_finite_number_gives_the_mean_of_the_values(name):
+    mask = SEEN.clone()
+    mask[..., 1, :] = False
+    body, _ = attend(lambda m, q, k, mask: FINITE_MASKS[name](q @ k.mT, mask), mask)
+    _, module, counts = passed(body, X, mask)  # compares the results
+    assert counts["fuse_attention"] == 1
+    assert "softmax" not in operators(module)
+
+
+def twice(m, x, seen):
+    q, k, v = (split(layer(x)) for layer in (m.q, m.k, m.v))
+    for _ in range(2):
+        v = torch.softmax(torch.where(seen, q @ k.mT, -1e9), -1) @ v
+    return v
+
+
+def test_two_layers_share_a_float_mask():
+    _, module, counts = passed(twice, X, SEEN)
+    assert counts["fuse_attention"] == 2
+    assert operators(module).count("where") == 1
+
+
+@pytest.mark.parametrize("columns", [5, 6])
+def test_a_constant_with_a_key_for_every_query_stays_boolean(columns):
+    """The first key of the larger constant is seen by all queries, so a part of it has one, too."""
+    table = torch.eye(5, columns).bool()
+    table[:, 0] = True
+    _, module, counts = passed(lambda m, x: twice(m, x, table[:, : x.shape[1]]), X)
+    assert counts["fuse_attention"] == 2
+    assert "where" not in operators(module)
 
 
 @pytest.mark.parametrize("name", LEFT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,9 @@ MASKED_FILL_TARGETS = ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
 WHERE_TARGETS = ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
 ATTENTION_TARGET = "aten.scaled_dot_product_attention.default"
 MASKED_SCORE = -1e4
-"""Scores at or below this value, added or filled in, count as minus infinity."""
+"""Scores at or below this value, added or filled in, mask a key."""
+LARGEST_MASKED = -1e30
+"""Score in a float mask in place of finite numbers that mask a key. Other scores added to it do not change it."""
 NUMBER_OPERATORS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "aten.zeros.default": lambda given: 0,
     "aten.full.default": lambda given: given["fill_value"],
@@ -44,6 +47,8 @@ class ScoreOperators:
     mask: fx.Node | None = None
     true_keeps: bool = True
     """True if a boolean mask is true where scores are kept, false if where they are masked."""
+    fill: float = -math.inf
+    """Score where a boolean mask masks."""
     scale_after_mask: float = 1.0
     """Factor applied after the mask."""
 
@@ -52,17 +57,18 @@ def fuse_attention(module: fx.GraphModule) -> int:
     """Fuse ``softmax(q @ k.T * scale + mask) @ v`` to ``scaled_dot_product_attention(q, k, v, mask)``.
 
     Factors may come before or after the product, masks may be added or filled in, and keys may be transposed in any
-    way. No operator in between has another reader. The result of a query without any key is 0 after the fusion; before
-    it is NaN, or a mean of masked values.
+    way. No operator in between has another reader. The result of a query without any key is 0 after the fusion if its
+    scores are minus infinity, and NaN before it. For finite numbers it is the mean of the values.
     """
     hits, view = 0, FxGraphView(module.graph)
+    masks: dict[tuple[fx.Node, bool], fx.Node] = {}
     for node in list(module.graph.nodes):
         match = next(ATTENTION_FUSION.find(node, view), None)
         found = None if match is None else _match_scores(module, match["probabilities"])
         if (
             found is not None
             and found.product is not None
-            and _replace_by_attention(module, node, found, found.product)
+            and _replace_by_attention(module, node, found, found.product, masks)
         ):
             hits += 1
     return hits
@@ -140,17 +146,18 @@ def _match_mask_operator(module: fx.GraphModule, node: fx.Node, found: ScoreOper
         if condition is None and found.scale_after_mask != 1:
             return None
         found.mask = other if condition is None else condition
+        found.fill = -math.inf if condition is None else _masked_score(module, other.args[2])
         return scores
     if found.mask is not None:
         return None
-    if name in MASKED_FILL_TARGETS and _is_minus_infinity(module, node.args[2]):
-        found.mask, found.true_keeps = node.args[1], False
+    if name in MASKED_FILL_TARGETS and (score := _masked_score(module, node.args[2])):
+        found.mask, found.true_keeps, found.fill = node.args[1], False, score
         return node.args[0]
-    if name in WHERE_TARGETS and _is_minus_infinity(module, node.args[2]):
-        found.mask = node.args[0]
+    if name in WHERE_TARGETS and (score := _masked_score(module, node.args[2])):
+        found.mask, found.fill = node.args[0], score
         return node.args[1]
-    if name in WHERE_TARGETS and _is_minus_infinity(module, node.args[1]):
-        found.mask, found.true_keeps = node.args[0], False
+    if name in WHERE_TARGETS and (score := _masked_score(module, node.args[1])):
+        found.mask, found.true_keeps, found.fill = node.args[0], False, score
         return node.args[2]
     return None
 
@@ -173,7 +180,7 @@ def _as_condition(module: fx.GraphModule, mask: fx.Node) -> fx.Node | None:
     if (
         operator(mask) not in WHERE_TARGETS
         or _number(module, mask.args[1]) != 0
-        or not _is_minus_infinity(module, mask.args[2])
+        or not _masked_score(module, mask.args[2])
     ):
         return None
     return mask.args[0] if known_type(mask.args[0]).shape == known_type(mask).shape else None
@@ -204,12 +211,19 @@ def _number(module: fx.GraphModule, value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _is_minus_infinity(module: fx.GraphModule, value: Any) -> bool:
+def _masked_score(module: fx.GraphModule, value: Any) -> float:
+    """Return a score that masks a key, and 0 for other values."""
     number = _number(module, value)
-    return number is not None and number <= MASKED_SCORE
+    return number if number is not None and number <= MASKED_SCORE else 0.0
 
 
-def _replace_by_attention(module: fx.GraphModule, node: fx.Node, found: ScoreOperators, product: fx.Node) -> bool:
+def _replace_by_attention(
+    module: fx.GraphModule,
+    node: fx.Node,
+    found: ScoreOperators,
+    product: fx.Node,
+    masks: dict[tuple[fx.Node, bool], fx.Node],
+) -> bool:
     """Replace the second product by attention; return false if the shapes are not those of attention.
 
     Heads wider than the kernel takes stay two products, as those of attention between channels of images are.
@@ -226,10 +240,7 @@ def _replace_by_attention(module: fx.GraphModule, node: fx.Node, found: ScoreOpe
     q, scale = _skip_factors(module, q, found.scale)
     k_t, scale = _skip_factors(module, k_t, scale)
     k, scale = _skip_factors(module, _transposed(node, k_t), scale)
-    mask = found.mask
-    if mask is not None and known_type(mask).dtype is DType.BOOL and not found.true_keeps:
-        inverted = operator(mask) == "aten.logical_not.default" and known_type(mask.args[0]).dtype is DType.BOOL
-        mask = mask.args[0] if inverted else call_before(node, known_type(mask), aten.logical_not.default, mask)
+    mask = _mask(module, node, found, masks)
     while mask is not None and len(known_type(mask).shape) < FEWEST_MASK_AXES:
         kind = TensorType((1, *known_type(mask).shape), known_type(mask).dtype)
         mask = call_before(node, kind, aten.unsqueeze.default, mask, 0)
@@ -240,6 +251,50 @@ def _replace_by_attention(module: fx.GraphModule, node: fx.Node, found: ScoreOpe
         ),
     )
     return True
+
+
+def _mask(
+    module: fx.GraphModule, node: fx.Node, found: ScoreOperators, masks: dict[tuple[fx.Node, bool], fx.Node]
+) -> fx.Node | None:
+    """Return the mask of attention in front of a node, boolean only if no query without a key gets a mean of values.
+
+    Args:
+        module: the graph.
+        node: the second product of attention.
+        found: what was found between softmax and the first product.
+        masks: float masks that were made for other layers, by the boolean mask and whether it is true for kept scores.
+    """
+    mask = found.mask
+    if mask is None or known_type(mask).dtype is not DType.BOOL:
+        return mask
+    kind = known_type(mask)
+    if math.isfinite(found.fill) and not _keeps_a_key(module, mask, found.true_keeps):
+        if (key := (mask, found.true_keeps)) not in masks:
+            scores = (0.0, LARGEST_MASKED) if found.true_keeps else (LARGEST_MASKED, 0.0)
+            masks[key] = call_before(node, TensorType(kind.shape, DType.F32), aten.where.Scalar, mask, *scores)
+        return masks[key]
+    if not found.true_keeps:
+        inverted = operator(mask) == "aten.logical_not.default" and known_type(mask.args[0]).dtype is DType.BOOL
+        mask = mask.args[0] if inverted else call_before(node, kind, aten.logical_not.default, mask)
+    return mask
+
+
+def _keeps_a_key(module: fx.GraphModule, mask: fx.Node, true_keeps: bool) -> bool:
+    """Return whether a mask is a constant with a key for every query, or a part of one that keeps the first key."""
+    sliced = False
+    while operator(mask) == "aten.slice.Tensor":
+        given, sliced = arguments(mask), True
+        if given["dim"] % len(known_type(mask).shape) == len(known_type(mask).shape) - 1 and given["start"] not in (
+            None,
+            0,
+        ):
+            return False
+        mask = mask.args[0]
+    if not is_constant(mask):
+        return False
+    values = getattr(module, mask.target)
+    kept = values if true_keeps else ~values
+    return bool((kept[..., 0] if sliced else kept.any(-1)).all())
 
 
 def _skip_factors(module: fx.GraphModule, value: fx.Node, scale: float) -> tuple[fx.Node, float]:
