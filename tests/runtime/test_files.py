@@ -150,6 +150,30 @@ def test_float_islands_are_saved_and_loaded(name, tmp_path):
         assert_same(found(picture(5)), lowered(picture(5)))
 
 
+class Transposed(nn.Module):
+    """A float operator that reads the transpose of a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+        self.register_buffer("matrix", torch.randn(8, 6))
+        self.register_buffer("added", torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), torch.addmm(self.added, x, self.matrix.T, beta=0.5, alpha=2)
+
+
+def test_float_islands_with_transposed_constants_give_the_same_bits_when_loaded(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(7, 6)
+    model = intaglio.quantize(Transposed().eval(), [torch.randn(32, 6) for _ in range(2)], progress=False)
+    assert model.coverage.islands == 1
+    model.save(tmp_path / "m.intaglio")
+    loaded = intaglio.load(tmp_path / "m.intaglio")
+    assert [t.stride() for t in model.buffers()] == [t.stride() for t in loaded.buffers()]
+    assert all(map(torch.equal, model(x), loaded(x)))
+
+
 def test_state_dicts_are_the_same(tmp_path):
     model, _ = compiled(nets.BnFirst)
     loaded = through(model, tmp_path / "m")

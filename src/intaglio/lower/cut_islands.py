@@ -73,11 +73,13 @@ def extract_island(module: fx.GraphModule, nodes: list[fx.Node], results: Collec
         copies[leaf] = graph.placeholder(leaf.name)
     for leaf in constants:
         name = str(leaf.target) if str(leaf.target).isidentifier() else f"constant_{leaf.target}"  # "0_weight"
-        root.register_buffer(name, getattr(module, leaf.target).clone())
+        root.register_buffer(name, getattr(module, leaf.target).clone(memory_format=torch.contiguous_format))
         copies[leaf] = graph.get_attr(name)
     for node in nodes:
         if node.op == "get_attr":
-            root.register_buffer(str(node.target), getattr(module, node.target).clone())
+            root.register_buffer(
+                str(node.target), getattr(module, node.target).clone(memory_format=torch.contiguous_format)
+            )
         write = None if info(node).observer is not None else ISLAND_DECOMPOSITIONS.get(operator(node).partition(".")[2])
         copies[node] = write(graph, node, copies) if write else graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))
