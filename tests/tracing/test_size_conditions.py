@@ -209,3 +209,28 @@ def test_code_of_models_is_told_from_that_of_operators():
     assert is_model_code(F.__file__)
     assert not is_model_code(nn.modules.module.__file__)
     assert not is_model_code(torch._prims_common.__file__)
+
+
+class Coordinates(nn.Module):
+    """Adds channels with the coordinates of each pixel, whose number torch.export fixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(5, 8, 3, padding=1)
+
+    def forward(self, pair: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = pair["image"]
+        n, _, h, w = x.shape
+        grid = torch.meshgrid(torch.linspace(-1, 1, h), torch.linspace(-1, 1, w), indexing="ij")
+        return self.conv(torch.cat([x, torch.stack(grid).expand(n, 2, h, w)], 1))
+
+
+def test_a_note_names_automatic_axes_that_the_model_fixes():
+    shapes = ({"image": {0: AUTO, 2: AUTO, 3: AUTO}},)
+    graph = stages.capture(Coordinates().eval(), ({"image": torch.randn(4, 3, 8, 6)},), dynamic_shapes=shapes)
+    why = "the code of the model does not allow other sizes"
+    assert graph.notes == (
+        f"axis 2 of 'pair_image' is fixed to 8: {why}",
+        f"axis 3 of 'pair_image' is fixed to 6: {why}",
+    )
+    assert graph({"image": torch.randn(3, 3, 8, 6)}).shape == (3, 8, 8, 6)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.export import Dim as TorchDim
 
@@ -32,7 +35,9 @@ def with_requested_sizes(
     try:
         captured = to_captured(export(model_copy, args, kwargs, shapes), model_copy, (), train)
         captured = with_needed_conditions(captured, model_copy, args, kwargs)
-        return _rechecked(captured, model_copy, args, kwargs, shapes)
+        captured = _rechecked(captured, model_copy, args, kwargs, shapes)
+        notes = _notes_of_fixed_axes(captured, model_copy, args, kwargs, shapes)
+        return replace(captured, model_info=captured.model_info.with_stage(notes))
     except CaptureError as error:
         for first, which in ((1, "axes with Dim.AUTO behind the batch"), (0, "axes with Dim.AUTO")):
             fixed = _fix_automatic_axes(shapes, first)
@@ -44,6 +49,41 @@ def with_requested_sizes(
                 captured = with_needed_conditions(captured, model_copy, args, kwargs)
                 return checked(captured, model_copy, args, kwargs)
         raise
+
+
+def _notes_of_fixed_axes(
+    captured: Captured, model_copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any
+) -> tuple[str, ...]:
+    """Return a note for each axis with `Dim.AUTO` whose size is that of the example, because the model's code fixes
+    it."""
+    bound = inspect.signature(model_copy.forward).bind(*args, **kwargs).arguments
+    free = set(_automatic_axes(bound if isinstance(shapes, Mapping) else list(bound.values()), shapes))
+    leaves = pytree.tree_leaves((args, kwargs))
+    fixed = [
+        (entry, axis)
+        for entry in captured.signature.inputs
+        for axis, size in enumerate(entry.type.shape)
+        if isinstance(size, int) and (id(leaves[entry.leaf]), axis) in free
+    ]
+    return tuple(
+        f"axis {axis} of '{entry.name}' is fixed to {entry.type.shape[axis]}: {BY_CODE}" for entry, axis in fixed
+    )
+
+
+BY_CODE = "the code of the model does not allow other sizes"
+
+
+def _automatic_axes(value: Any, shapes: Any) -> Iterator[tuple[int, int]]:
+    """Yield the identity of each tensor and its axes with `Dim.AUTO`, for nested arguments and their shapes."""
+    if isinstance(value, torch.Tensor):
+        entries = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
+        yield from ((id(value), axis % value.dim()) for axis, size in entries if size == TorchDim.AUTO)
+    elif isinstance(value, Mapping) and isinstance(shapes, Mapping):
+        for key in value.keys() & shapes.keys():
+            yield from _automatic_axes(value[key], shapes[key])
+    elif isinstance(value, list | tuple) and isinstance(shapes, list | tuple):
+        for one, own in zip(value, shapes, strict=False):
+            yield from _automatic_axes(one, own)
 
 
 def _rechecked(
