@@ -445,6 +445,18 @@ def test_nan_in_a_batch_of_a_model_in_parts_is_an_error_that_names_the_batch():
     assert set(found.parts) == {"body"}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_module_stays_in_float_and_the_rest_is_quantized():
+    torch.manual_seed(0)
+    stem = torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()))
+    model = nn.Sequential(stem, nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))).eval()
+    data = [torch.randn(4, 3, 12, 12) for _ in range(3)]
+    found = intaglio.quantize(model, data, recipe=UNCORRECTED, progress=False)
+    assert set(found.parts) == {"1"}
+    assert "it is TorchScript; with the nn.Module that it was made from it can be int8" in str(found.coverage)
+    torch.testing.assert_close(found(data[0]), model(data[0]), atol=0.05, rtol=0)
+
+
 class Dividing(Counting):
     """Computes NaN from finite data in front of its last layer."""
 

@@ -100,6 +100,11 @@ def pickled(stage: object) -> object:
     return pickle.loads(pickle.dumps(stage))
 
 
+def called(model: nn.Module) -> nn.Module:
+    model(X)
+    return model
+
+
 def trainable() -> nn.Module:
     return stages.prepare(stages.capture(nn.Linear(4, 4), X, train=True), qat=True)
 
@@ -197,6 +202,11 @@ MODELS = {
         lambda: intaglio.quantize(trainable(), [X]),
         "call stages.convert(model), or quantize the float model it was made from",
         lambda: trained(trainable()),
+    ),
+    "a lazy layer": (
+        lambda: intaglio.quantize(nn.Sequential(nn.LazyLinear(4)), [X]),
+        "call the float model once with a batch",
+        lambda: intaglio.quantize(called(nn.Sequential(nn.LazyLinear(4))), [X]),
     ),
     "a batch norm that averages over all batches": (
         lambda: stages.capture(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), X, train=True),

@@ -161,8 +161,9 @@ def count_macs(model: nn.Module, call: Call) -> tuple[dict[int, int], int]:
         def end(module: nn.Module, args: Any, result: Any) -> None:
             found[id(module)] = found.get(id(module), 0) + counter.total - started.pop()
 
-        hooks = [module.register_forward_pre_hook(begin) for module in model.modules()]
-        hooks += [module.register_forward_hook(end) for module in model.modules()]
+        modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        hooks = [module.register_forward_pre_hook(begin) for module in modules]
+        hooks += [module.register_forward_hook(end) for module in modules]
         try:
             model(*clone_tensors(call[0]), **clone_tensors(call[1]))
         finally:

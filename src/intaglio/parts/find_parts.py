@@ -132,6 +132,10 @@ def find_parts(
     return FoundParts(parts, own, total, floats)
 
 
+SCRIPTED = "it is TorchScript; with the nn.Module that it was made from it can be int8"
+"""Reason why scripted and traced modules stay in float."""
+
+
 class _PartSearch:
     """Walks over the tree of modules from the top and quantizes those that can be captured."""
 
@@ -143,7 +147,8 @@ class _PartSearch:
         self.floats: list[FloatPart] = []
         self.tried: set[int] = set()
         self.adapted, self.integrations = adapted_parts_of(model), integrations_in(model)
-        with recorded_calls(self.modules, self.adapted, most=1) as self.first:
+        python = {path: one for path, one in self.modules.items() if not isinstance(one, torch.jit.ScriptModule)}
+        with recorded_calls(python, self.adapted, most=1) as self.first:
             for call in calls:
                 run_call(model, call)
 
@@ -182,6 +187,9 @@ class _PartSearch:
 
     def candidates(self, path: str, module: nn.Module) -> list[PartCandidate]:
         """Return a submodule if it can be captured, and otherwise those of its submodules that can be."""
+        if isinstance(module, torch.jit.ScriptModule):
+            self.floats.append(FloatPart(path, module.original_name, SCRIPTED, self.macs.get(id(module), 0)))
+            return []
         log = self.first[path]
         reason = _unsupported(log) if log.calls else log.refused or NOT_CALLED
         if reason is None and any(one.has_collected_layers(module) for one in self.integrations):

@@ -89,6 +89,10 @@ def refuse_quantized(model: Any) -> None:
         if (found := _kind(f"{kind.__module__}.{kind.__qualname__}")) is not None:
             raise CaptureError(where, kind.__qualname__, found[0], remedy=found[1])
         for parameter, tensor in module.named_parameters(recurse=False):
+            if nn.parameter.is_lazy(tensor):
+                problem = "this parameter gets its shape in the first call of the model"
+                where = f"{path}.{parameter}".lstrip(".")
+                raise CaptureError(where, kind.__qualname__, problem, remedy="call the float model once with a batch")
             if type(tensor).__module__.startswith("torchao."):
                 where = f"{path}.{parameter}".lstrip(".")
                 raise CaptureError(
