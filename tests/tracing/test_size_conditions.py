@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
+from torch.utils._sympy.functions import Max, Min
 
 import intaglio
 from intaglio import eager, stages
 from intaglio.errors import CaptureError, InputError
-from intaglio.ir import SizeCondition, symbol
+from intaglio.fxgraph.nodes import dim_of_expression
+from intaglio.ir import SizeCondition, evaluate, symbol
 from intaglio.ir.dims import RELATIONS
 from intaglio.tracing.capture_check import has_fixed_sizes
 from intaglio.tracing.sizes.size_conditions import _comparisons, is_model_code, nearest_sizes
@@ -234,3 +236,69 @@ def test_a_note_names_automatic_axes_that_the_model_fixes():
         f"axis 3 of 'pair_image' is fixed to 6: {why}",
     )
     assert graph({"image": torch.randn(3, 3, 8, 6)}).shape == (3, 8, 8, 6)
+
+
+class RelativePlaces(nn.Module):
+    """Adds the last rows of a table, or all of them to longer texts, as the positions of MPT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(6, 8), nn.Parameter(torch.randn(20, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.table[-x.shape[1] :]
+
+
+def test_the_largest_of_sizes_is_that_of_the_example():
+    torch.manual_seed(0)
+    model = RelativePlaces().eval()
+    graph = stages.capture(model, torch.randn(3, 9, 6), dynamic_shapes=FREE_LENGTH)
+    assert graph.signature.ranges["n1"][1] == 20
+    for length in (2, 9, 20):
+        x = torch.randn(2, length, 6)
+        torch.testing.assert_close(graph(x), model(x))
+    with pytest.raises(InputError, match=r"n1 from \d to 20"):
+        graph(torch.randn(2, 21, 6))
+
+
+class Square(nn.Module):
+    """Pads images to squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, w = x.shape[2:]
+        return self.conv(F.pad(x, (0, max(h - w, 0), 0, max(w - h, 0))))
+
+
+def test_images_padded_to_squares_keep_the_longer_side_of_the_example():
+    torch.manual_seed(0)
+    model = Square().eval()
+    graph = stages.capture(model, torch.randn(2, 3, 8, 12), dynamic_shapes=({0: AUTO, 2: AUTO, 3: AUTO},))
+    for height, width in ((8, 12), (5, 20), (9, 9)):
+        x = torch.randn(2, 3, height, width)
+        torch.testing.assert_close(graph(x), model(x))
+    with pytest.raises(
+        InputError, match="n1 is 12 and n2 is 8; the model takes calls with n2 >= n1, because the code of the model "
+    ):
+        graph(torch.randn(2, 3, 12, 8))
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-5, 5)), min_size=2, max_size=3), st.booleans())
+def test_a_size_that_is_always_the_largest_or_smallest_needs_no_condition(parts, largest):
+    function = Max if largest else Min
+    extreme = function(*(factor * N + added for factor, added in parts), evaluate=False)
+    try:
+        found = dim_of_expression(extreme, SIZES)
+    except CaptureError:
+        return
+    choose = max if largest else min
+    for n in range(1, 40):
+        assert evaluate(found, {"n": n}) == choose(factor * n + added for factor, added in parts)
+
+
+def test_no_size_is_shorter_than_none():
+    assert dim_of_expression(Max(0, 1 - N, evaluate=False), SIZES) == 0
+    assert dim_of_expression(Min(N, N + 3, evaluate=False), SIZES) == symbol("n")

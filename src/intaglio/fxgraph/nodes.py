@@ -12,8 +12,8 @@ from torch import fx
 
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import info, inherit_info, known_type, set_info, tensor_type, update_info
-from intaglio.ir import Dim, DType, Expression, Shape, TensorType, substitute
-from intaglio.ir.dims import divide
+from intaglio.ir import Dim, DType, Shape, TensorType, evaluate, substitute, symbols_of
+from intaglio.ir.dims import divide, never_decreases
 from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.signature import DTYPES
 from intaglio.torch_private import pytree, quantized_decomposed, schema_of, size_expression
@@ -22,27 +22,36 @@ if TYPE_CHECKING:
     import sympy  # the import takes a third of a second
 
 
-def dim_of(size: int | torch.SymInt, sizes: Mapping[sympy.Symbol, Expression]) -> Dim:
+def dim_of(size: int | torch.SymInt, sizes: Mapping[sympy.Expr, Dim]) -> Dim:
     """Convert a dimension of a traced tensor to a `Dim`. Symbols with the same size are equal."""
     return size if isinstance(size, int) else dim_of_expression(size_expression(size), sizes)
 
 
-def dim_of_expression(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Expression]) -> Dim:
+def dim_of_expression(expression: sympy.Expr, sizes: Mapping[sympy.Expr, Dim]) -> Dim:
     """Convert a symbolic size to a `Dim`.
 
     Args:
         expression: the expression of torch.export.
-        sizes: the size of each symbol.
+        sizes: the size of each symbol, and of expressions of symbols.
 
     Raises:
         CaptureError: the expression has a form without a counterpart.
     """
-    equal: dict[Expression, sympy.Symbol] = {}
-    first = {free: equal.setdefault(own, free) for free, own in sizes.items()}
-    return _dim(expression.xreplace(first).expand(), sizes)
+    equal: dict[Dim, sympy.Symbol] = {}
+    first = {free: equal.setdefault(own, _symbol_of(free)) for free, own in sizes.items()}
+    return _dim(expression.xreplace(first).expand(), {free: own for own, free in equal.items()})
 
 
-def _dim(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Expression]) -> Dim:
+def _symbol_of(expression: sympy.Expr) -> sympy.Symbol:
+    """Return a symbol that takes the place of an expression; a symbol does so itself."""
+    if expression.is_Symbol:
+        return expression
+    import sympy
+
+    return sympy.Dummy()
+
+
+def _dim(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Dim]) -> Dim:
     """Convert a symbolic size to a `Dim`.
 
     Raises:
@@ -68,6 +77,8 @@ def _dim(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Expression]) -> Di
             return quotient
     if kind in ("Mod", "PythonMod") and isinstance(parts[1], int) and parts[1] > 0:
         return parts[0] - parts[0] // parts[1] * parts[1]
+    if kind in ("Max", "Min") and (found := _extreme(parts, kind)) is not None:
+        return found
     if kind == "Pow" and isinstance(parts[1], int) and parts[1] > 0:
         total = 1
         for _ in range(parts[1]):
@@ -80,6 +91,19 @@ def _dim(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Expression]) -> Di
         remedy="leave the free size that it is computed from out of dynamic_shapes, so that the size of the example is "
         "fixed, or use whole scale factors",
     )
+
+
+def _extreme(parts: list[Dim], kind: str) -> Dim | None:
+    """Return the part that is the largest ("Max") or smallest ("Min") one for all sizes of 1 and more, or ``None``."""
+    sign = 1 if kind == "Max" else -1
+
+    def is_extreme(part: Dim) -> bool:
+        differences = [(part - other) * sign for other in parts]
+        return all(
+            never_decreases(one) and evaluate(one, dict.fromkeys(symbols_of(one), 1)) >= 0 for one in differences
+        )
+
+    return next(filter(is_extreme, parts), None)
 
 
 def operator(node: fx.Node) -> str:

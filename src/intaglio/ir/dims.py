@@ -113,7 +113,12 @@ class SizeCondition:
     where: str = ""
 
     def __str__(self) -> str:
-        return f"{self.left} {self.relation} {self.right}"
+        """Return the relation with terms that are subtracted added to the other side."""
+        sides: tuple[list[tuple[Monomial, int]], list[tuple[Monomial, int]]] = ([], [])
+        for place, dim in enumerate((self.left, self.right)):
+            for monomial, factor in _terms(dim):
+                sides[place if factor > 0 else 1 - place].append((monomial, abs(factor)))
+        return f"{_collect(sides[0])} {self.relation} {_collect(sides[1])}"
 
     def holds(self, symbols: Mapping[str, int]) -> bool:
         """Return whether sizes have the relation."""

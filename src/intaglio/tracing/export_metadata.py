@@ -14,7 +14,7 @@ from intaglio.formatting.source_paths import short_source_path
 from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import info, set_info, update_info
 from intaglio.fxgraph.nodes import dim_of, target_name
-from intaglio.ir import DType, Expression, Origin, TensorType
+from intaglio.ir import Dim, DType, Origin, TensorType
 from intaglio.signature import DTYPES
 
 
@@ -33,12 +33,12 @@ def constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, target:
     return copy_
 
 
-def type_of(value: torch.Tensor, sizes: Mapping[Any, Expression]) -> TensorType:
+def type_of(value: torch.Tensor, sizes: Mapping[Any, Dim]) -> TensorType:
     """Return shape and element type of a tensor, with named dynamic dimensions."""
     return TensorType(tuple(dim_of(size, sizes) for size in value.shape), DTYPES.get(value.dtype, DType.OTHER))
 
 
-def describe(copied: fx.Node, node: fx.Node, sizes: Mapping[Any, Expression], program: ExportedProgram) -> None:
+def describe(copied: fx.Node, node: fx.Node, sizes: Mapping[Any, Dim], program: ExportedProgram) -> None:
     """Record type or dimension, and origin, on the copy of a node."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):

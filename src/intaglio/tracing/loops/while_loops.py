@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, update_info
-from intaglio.ir import Expression, Input, ModelInfo, Origin, Output, Signature
+from intaglio.ir import Dim, Input, ModelInfo, Origin, Output, Signature
 from intaglio.signature import run_while_loop
 from intaglio.torch_private import pytree, size_expression
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
@@ -97,7 +97,7 @@ def nodes_with_loop_bodies(module: fx.GraphModule) -> Iterator[fx.Node]:
 def while_loop(
     node: fx.Node,
     program: ExportedProgram,
-    sizes: Mapping[Any, Expression],
+    sizes: Mapping[Any, Dim],
     constants: Mapping[fx.Node, str],
     model: nn.Module,
     training: bool,
@@ -134,7 +134,7 @@ def _part(
     source: fx.GraphModule,
     tensor_paths: Sequence[str | None],
     program: ExportedProgram,
-    sizes: Mapping[Any, Expression],
+    sizes: Mapping[Any, Dim],
 ) -> tuple[fx.GraphModule, Signature]:
     """Return a condition or body as graph and signature; tensors of the model become constants."""
     unroll_loops(source)
@@ -171,7 +171,7 @@ def _part(
 
 
 def _describe(
-    copied: fx.Node, node: fx.Node, loop: fx.Node, sizes: Mapping[Any, Expression], program: ExportedProgram
+    copied: fx.Node, node: fx.Node, loop: fx.Node, sizes: Mapping[Any, Dim], program: ExportedProgram
 ) -> None:
     """Record type and origin; the module is that of a parameter among the operands, or the one around the loop."""
     value = node.meta.get("val")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import product
 from math import lcm, prod
@@ -28,8 +29,9 @@ SPECIALISED = 2
 MOST_FACTORS = 2
 """Largest number of dimensions whose factors are searched for together."""
 
-Sizes = Mapping["sympy.Symbol", Expression]
-"""The size that each symbol of torch.export has: a dynamic dimension, or a multiple of one."""
+Sizes = Mapping["sympy.Expr", Dim]
+"""The size that each symbol of torch.export has: a dynamic dimension, or a multiple of one; and that of each largest or
+smallest of several sizes that differs from call to call."""
 
 
 def input_type(node: fx.Node) -> TensorType:
@@ -65,7 +67,39 @@ def free_sizes(program: ExportedProgram, one_batch: bool) -> Sizes:
     plain = {free: symbol(name) for free, name in names.items()}
     batch = {names[free] for size in _first_axes(program) for free in size_expression(size).free_symbols}
     multiples = common_multiples(_compared_sizes(program, plain), _example(program, names), batch)
-    return {free: Expression((((name,), multiples.get(name, 1)),)) for free, name in names.items()}
+    sizes = {free: Expression((((name,), multiples.get(name, 1)),)) for free, name in names.items()}
+    return sizes | _extremes(program, sizes)
+
+
+def _extremes(program: ExportedProgram, sizes: Mapping[sympy.Symbol, Expression]) -> dict[sympy.Expr, Dim]:
+    """Return the sizes of the largest and smallest of several sizes, which are those that are so in the example.
+
+    `conditions_of` returns the conditions that they are so in other calls.
+    """
+    import sympy
+
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    dynamic = [
+        one for value in values for one in (*getattr(value, "shape", ()), value) if isinstance(one, torch.SymInt)
+    ]
+    found: dict[sympy.Expr, Dim] = dict(sizes)
+    inside = {
+        part: None for one in dynamic for part in sympy.preorder_traversal(size_expression(one)) if is_extreme(part)
+    }
+    example = _example(program, {free: free.name for free in sizes})
+    for extreme in sorted(inside, key=lambda one: one.count_ops()):
+        if extreme.free_symbols <= sizes.keys():
+            numbers = {free: sympy.Integer(example[free.name]) for free in extreme.free_symbols}
+            choose = max if type(extreme).__name__ == "Max" else min
+            chosen = choose(extreme.args, key=lambda part: int(part.xreplace(numbers)))
+            with contextlib.suppress(CaptureError):
+                found[extreme] = dim_of_expression(chosen, found)
+    return {one: size for one, size in found.items() if one not in sizes}
+
+
+def is_extreme(expression: Any) -> bool:
+    """Return whether a sympy expression is the largest or smallest of several sizes."""
+    return type(expression).__name__ in ("Max", "Min")
 
 
 def common_multiples(
@@ -188,9 +222,10 @@ def ranges_of(program: ExportedProgram, sizes: Sizes) -> dict[str, tuple[int, in
     """Return the smallest and largest value of dynamic dimensions; unbounded ones are left out."""
     found: dict[str, tuple[int, int | None]] = {}
     for free, bounds in program.range_constraints.items():
-        if free not in sizes:
+        size = sizes.get(free)
+        if not isinstance(size, Expression):
             continue
-        name, factor = _name_and_factor(sizes[free])
+        name, factor = _name_and_factor(size)
         low, high = _bound(bounds.lower) or 0, _bound(bounds.upper)
         low, high = -(-low // factor) if low > SPECIALISED else 0, None if high is None else high // factor
         if name in found:
@@ -214,8 +249,9 @@ def _name_and_factor(size: Expression) -> tuple[str, int]:
 def example_sizes(program: ExportedProgram, sizes: Sizes, inputs: Collection[Input]) -> dict[str, int]:
     """Return the value of every dynamic dimension in the example, with the batch at 1, to count MACs and bytes."""
     batch = set().union(*[symbols_of(entry.type.shape[0]) for entry in inputs if entry.type.shape])
-    own = dict(map(_name_and_factor, sizes.values()))
-    hints = _example(program, {free: _name_and_factor(size)[0] for free, size in sizes.items()})
+    plain = {free: size for free, size in sizes.items() if free.is_Symbol and isinstance(size, Expression)}
+    own = dict(map(_name_and_factor, plain.values()))
+    hints = _example(program, {free: _name_and_factor(size)[0] for free, size in plain.items()})
     return {name: 1 if name in batch else hint // own[name] or 1 for name, hint in hints.items()}
 
 

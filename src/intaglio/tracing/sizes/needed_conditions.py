@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from intaglio.errors import InputError
-from intaglio.ir import Dim, SizeCondition, symbols_of
+from intaglio.ir import Dim, SizeCondition, evaluate, symbols_of
 from intaglio.signature import bind, dims_of
 from intaglio.tracing.capture_check import CONDITION_NOTE, MODEL_FAILS, difference_in_call, resized
 from intaglio.tracing.captured import Captured
-from intaglio.tracing.sizes.size_conditions import Ranges, nearest_sizes
+from intaglio.tracing.sizes.size_conditions import OF_SIZES, Ranges, nearest_sizes
 
 LARGEST_CALL = 16
 """Calls of more than this times the sizes of the example are not compared; their conditions are kept."""
@@ -55,10 +55,31 @@ def with_needed_conditions(
 
         found = {one: _difference_without(one, conditions, example, ranges, difference) for one in conditions}
         reasons = {one: reason for one, reason in found.items() if reason is not None}
-    noted = [one for one, reason in reasons.items() if MODEL_FAILS not in reason]
+    ranges = _with_bounds(ranges, [one for one in reasons if one.where == OF_SIZES])
+    needed = [one for one in reasons if not _is_implied(one, ranges)]
+    noted = [one for one in needed if MODEL_FAILS not in reasons[one]]
     notes = tuple(f"{CONDITION_NOTE} {one}, which {one.where} tests" for one in noted)
-    signature = replace(captured.signature, conditions=tuple(reasons))
+    signature = replace(captured.signature, conditions=tuple(needed), ranges=ranges)
     return replace(captured, signature=signature, model_info=captured.model_info.with_stage(notes))
+
+
+def _with_bounds(ranges: Ranges, conditions: Iterable[SizeCondition]) -> dict[str, tuple[int, int | None]]:
+    """Return ranges in which conditions on single sizes hold, ``factor*size + added >= 0``; others are left out."""
+    found = dict(ranges)
+    for condition in conditions:
+        value = condition.left - condition.right
+        names = symbols_of(value)
+        if len(names) == 1 and _is_linear(value):
+            (name,) = names
+            added = evaluate(value, {name: 0})
+            factor = evaluate(value, {name: 1}) - added
+            low, high = found.get(name, (0, None))
+            if factor > 0:
+                low = max(low, -(added // factor))
+            else:
+                high = min(added // -factor, added if high is None else high)
+            found[name] = low, high
+    return found
 
 
 def _is_implied(condition: SizeCondition, ranges: Ranges) -> bool:

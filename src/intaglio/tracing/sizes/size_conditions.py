@@ -18,11 +18,11 @@ from torch.export import ExportedProgram
 
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.nodes import dim_of_expression
-from intaglio.ir import Expression, SizeCondition, symbols_of
+from intaglio.ir import Dim, SizeCondition, symbols_of
 from intaglio.torch_private import traced_conditions
 from intaglio.tracing.captured import Captured
 
-Sizes = Mapping[Any, Expression]
+Sizes = Mapping[Any, Dim]
 Ranges = Mapping[str, tuple[int, int | None]]
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -67,7 +67,24 @@ def conditions_of(program: ExportedProgram, sizes: Sizes) -> tuple[SizeCondition
             problem = f"{where} tests the condition {named} on free sizes, which cannot be tested in calls"
             raise CaptureError("model", None, problem, remedy=FIXED_SIZES) from None
         found |= dict.fromkeys(one for one in some if symbols_of(one.left) | symbols_of(one.right))
+    found |= dict.fromkeys(_choices_of_extremes(sizes))
     return tuple(found)
+
+
+OF_SIZES = "the code of the model"
+"""Place of conditions that a size is the largest or smallest of several, as in the example."""
+
+
+def _choices_of_extremes(sizes: Sizes) -> Iterator[SizeCondition]:
+    """Yield the conditions that the sizes which are the largest or smallest ones in the example are so in a call."""
+    known: set[Dim] = {0}
+    for extreme, chosen in sizes.items():
+        for part in () if extreme.is_Symbol else extreme.args:
+            other = dim_of_expression(part, sizes)
+            large, small = (chosen, other) if type(extreme).__name__ == "Max" else (other, chosen)
+            if (difference := large - small) not in known:
+                known.add(difference)
+                yield SizeCondition(large, ">=", small, OF_SIZES)
 
 
 FIXED_SIZES = "leave these sizes out of dynamic_shapes, so that they are those of the example"
