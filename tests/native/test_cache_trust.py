@@ -9,7 +9,7 @@ import pytest
 
 from intaglio import drafts
 from intaglio.errors import BuildError
-from intaglio.native import cache_folder, native_library
+from intaglio.native import cache_folder, compiler_runs, native_library
 from intaglio.native import compile as compiler
 from intaglio.native.compile import build, install, is_intact, load
 
@@ -75,13 +75,13 @@ def test_an_installed_library_that_others_may_have_written_is_written_again(chan
 def test_folders_and_files_are_writable_for_their_user_only_whatever_the_umask_is(tmp_path, monkeypatch):
     monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(tmp_path / "a" / "b"))
     made: list[int] = []
-    run = compiler._run_together
+    run = compiler.run_together
 
     def record(commands: object, name: str, folder: Path) -> None:
         made.append(stat.S_IMODE(folder.stat().st_mode))
         run(commands, name, folder)
 
-    monkeypatch.setattr(compiler, "_run_together", record)
+    monkeypatch.setattr(compiler, "run_together", record)
     before = os.umask(0)
     try:
         paths = [build(source(3), name="k", isa="portable"), install(b"content", name="k")]
@@ -163,7 +163,7 @@ def test_a_library_without_functions_is_an_error_of_intaglio(fresh_cache, monkey
     assert raised.value.where == str(planted)
 
 
-@pytest.mark.parametrize("said", compiler.FULL_DISK)
+@pytest.mark.parametrize("said", compiler_runs.FULL_DISK)
 def test_a_full_disk_is_not_an_error_of_the_text(said, fresh_cache, tmp_path, monkeypatch):
     script = tmp_path / "compiler"
     script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\necho "as: cannot write k.o: {said}"\nexit 1\n')

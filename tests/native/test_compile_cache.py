@@ -19,6 +19,7 @@ import pytest
 from intaglio import config
 from intaglio.errors import BuildError, InputError
 from intaglio.native import compile as compiler
+from intaglio.native import compiler_runs
 from intaglio.native import cpu as machine
 from intaglio.native import native_library as library
 from intaglio.native.compile import build, build_units, is_intact, load
@@ -158,13 +159,13 @@ def test_compilers_in_the_background_have_a_lower_priority(fresh_cache, tmp_path
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def build_in_background() -> None:
-        compiler.yield_cores()
+        compiler_runs.yield_cores()
         build(answer(9), name="background", isa="portable")
 
     thread = threading.Thread(target=build_in_background)
     thread.start()
     thread.join()
-    assert int(seen.read_text().split()[-1]) == max(own, compiler.BACKGROUND_NICENESS)
+    assert int(seen.read_text().split()[-1]) == max(own, compiler_runs.BACKGROUND_NICENESS)
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 

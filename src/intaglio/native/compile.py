@@ -13,29 +13,23 @@ import ctypes
 import hashlib
 import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from intaglio.drafts import draft_folder
 from intaglio.errors import BuildError
-from intaglio.native import units as library
 from intaglio.native.cache_folder import MOVE_CACHE, evict, make_folder, read_entry, trusted_folder
+from intaglio.native.compiler_runs import run_together
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.split_program import split_program
 from intaglio.native.toolchain import Toolchain, find_toolchain
-from intaglio.native.units import TranslationUnit, included, library_units
+from intaglio.native.units import TranslationUnit, include_option, included, library_units
 
 CACHE_FORMAT = "2"
 SEAL = b"\nintaglio sha256 "
 SEAL_BYTES = len(SEAL) + 64
-ERROR_LINES = 20
 BUILD_PREFIX = ".build-"
-FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
-"""Messages of compilers and linkers that cannot write their results."""
 
 # The linker drops functions of an object file that are never called.
 UNIT_FLAGS = ("-ffunction-sections",)
@@ -89,7 +83,7 @@ def build_units(units: Sequence[TranslationUnit], *, isa: str, toolchain: Toolch
                 continue
             make_folder(folder)
             with draft_folder(folder, BUILD_PREFIX, mode=0o700) as scratch:
-                _run_together(_unit_commands({entry: unit}, toolchain, isa, scratch), unit.name, scratch)
+                run_together(_unit_commands({entry: unit}, toolchain, isa, scratch), unit.name, scratch)
                 _seal_as(scratch / entry.name, entry)
 
 
@@ -182,11 +176,6 @@ def is_intact(path: Path) -> bool:
     return content is not None and content[-SEAL_BYTES:] == _seal(content[:-SEAL_BYTES])
 
 
-BACKGROUND_NICENESS = 10
-"""Niceness of compilers in the background: a tenth of the share of other processes."""
-_FREE_SPACE = "free some space, or set INTAGLIO_CACHE_DIR to a folder on another disk"
-
-
 def _entries(
     source: str,
     toolchain: Toolchain,
@@ -242,11 +231,11 @@ def _compile(
             compile_one = _compile_command(toolchain, isa)
             commands = [[*compile_one, str(a), "-o", str(b)] for a, b in zip(parts, programs, strict=True)]
             commands += _unit_commands(missing, toolchain, isa, scratch)
-            _run_together(commands, name, scratch)
+            run_together(commands, name, scratch)
             for entry in missing:
                 _seal_as(scratch / entry.name, entry)
-        link = [*toolchain.link_command(ISA_FLAGS[isa])] + [_headers()] * toolchain.links_sources
-        _run_together([[*link, *map(str, [*programs, *objects]), "-o", str(made), *toolchain.libraries]], name, scratch)
+        link = [*toolchain.link_command(ISA_FLAGS[isa])] + [include_option()] * toolchain.links_sources
+        run_together([[*link, *map(str, [*programs, *objects]), "-o", str(made), *toolchain.libraries]], name, scratch)
         _seal_as(made, path)
 
 
@@ -263,12 +252,7 @@ def _program_parts(source: str, text: Path, scratch: Path) -> list[Path]:
 
 def _compile_command(toolchain: Toolchain, isa: str) -> list[str]:
     """Return the beginning of a command that compiles a C++ file to an object file."""
-    return [*toolchain.compile_command(ISA_FLAGS[isa]), _headers()]
-
-
-def _headers() -> str:
-    """Return the compiler option that adds this folder to the include path."""
-    return f"-I{library.HEADER_FOLDER}"
+    return [*toolchain.compile_command(ISA_FLAGS[isa]), include_option()]
 
 
 def _unit_commands(
@@ -296,89 +280,6 @@ def _seal_as(made: Path, path: Path) -> None:
         file.write(seal)
     made.chmod(0o755)  # whatever the umask is: others must not be able to write to it
     os.replace(made, path)
-
-
-def yield_cores() -> None:
-    """Let the compilers that this thread runs from now on leave the cores to the process where both need them.
-
-    Each parallel region of PyTorch waits for its slowest thread, so a float model runs twenty times slower beside two
-    compilers of the same priority. Other systems than Linux have no priorities of threads.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            own = threading.get_native_id()
-            niceness = max(os.getpriority(os.PRIO_PROCESS, own), BACKGROUND_NICENESS)
-            os.setpriority(os.PRIO_PROCESS, own, niceness)
-
-
-def _share_priority(process: subprocess.Popen[str]) -> None:
-    """Give a session that this thread has started its own priority, as Linux schedules sessions and not processes.
-
-    Nothing happens on systems that do not group processes by their sessions.
-    """
-    with contextlib.suppress(OSError):
-        niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        Path(f"/proc/{process.pid}/autogroup").write_text(str(niceness))
-
-
-def _run_together(commands: Sequence[Sequence[str]], name: str, folder: Path) -> None:
-    """Run commands in parallel in a folder; raise `BuildError` with the output of the first that fails.
-
-    If the wait is interrupted, the compilers and their child processes are killed.
-    """
-    environment, running = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}, list[subprocess.Popen[str]]()
-    try:
-        for command in commands:
-            with _deferred_interrupt():
-                running.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        encoding="utf-8",
-                        errors="replace",
-                        env=environment,
-                        start_new_session=True,
-                    )
-                )
-                _share_priority(running[-1])
-        for process, command in zip(running, commands, strict=True):
-            output, _ = process.communicate()
-            if process.returncode != 0:
-                shown = "\n    ".join(output.splitlines()[:ERROR_LINES])
-                if (full := next((text for text in FULL_DISK if text in output), None)) is not None:
-                    problem = f"the disk of the kernel cache {folder.parent} is full: {full}"
-                    raise BuildError(name, None, problem, remedy=_FREE_SPACE)
-                texts = [part for part in command if part.endswith((".cpp", ".s"))] or ["the linking"]
-                raise BuildError(
-                    name, None, f"{command[0]} fails to compile {texts[0]} (status {process.returncode})\n    {shown}"
-                )
-    except BaseException:
-        for process in running:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        raise
-
-
-@contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block, so that every started process is recorded and can be killed."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if held:
-        signal.raise_signal(signal.SIGINT)
 
 
 def _seal(content: bytes) -> bytes:

@@ -14,6 +14,7 @@ from intaglio.errors import BuildError, IntaglioError
 from intaglio.native import compile as compiler
 from intaglio.native import cpu as machine
 from intaglio.native.cache_folder import trusted_folder
+from intaglio.native.compiler_runs import yield_cores
 from intaglio.native.toolchain import Toolchain, find_toolchain
 from intaglio.native.units import library_units
 
@@ -173,7 +174,7 @@ def builds_in_background() -> bool:
 
 def _build_quietly(toolchain: Toolchain) -> None:
     """Build with the compiler and the cache folder of this moment, also if the environment changes meanwhile."""
-    compiler.yield_cores()
+    yield_cores()
     with contextlib.suppress(IntaglioError):
         isa, folder = machine.isas()[0], trusted_folder("kernels")
         compiler.build(SOURCE, name="runtime", isa=isa)

@@ -46,6 +46,11 @@ def included(source: str, headers: tuple[str, ...] = ()) -> dict[str, str]:
     return texts
 
 
+def include_option() -> str:
+    """Return the compiler option that adds this folder to the include path."""
+    return f"-I{HEADER_FOLDER}"
+
+
 def library_files(source: str) -> tuple[str, ...]:
     """Return the sorted names of the C++ files with the library functions that ``source`` may call, also indirectly."""
     found, waiting = set[str](), [source]

@@ -1,0 +1,104 @@
+"""Runs of compilers and linkers: several at once, with errors that show what they print."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from intaglio.errors import BuildError
+
+ERROR_LINES = 20
+FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
+"""Messages of compilers and linkers that cannot write their results."""
+BACKGROUND_NICENESS = 10
+"""Niceness of compilers in the background: a tenth of the share of other processes."""
+_FREE_SPACE = "free some space, or set INTAGLIO_CACHE_DIR to a folder on another disk"
+
+
+def yield_cores() -> None:
+    """Let the compilers that this thread runs from now on leave the cores to the process where both need them.
+
+    Each parallel region of PyTorch waits for its slowest thread, so a float model runs twenty times slower beside two
+    compilers of the same priority. Other systems than Linux have no priorities of threads.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            own = threading.get_native_id()
+            niceness = max(os.getpriority(os.PRIO_PROCESS, own), BACKGROUND_NICENESS)
+            os.setpriority(os.PRIO_PROCESS, own, niceness)
+
+
+def run_together(commands: Sequence[Sequence[str]], name: str, folder: Path) -> None:
+    """Run commands in parallel in a folder; raise `BuildError` with the output of the first that fails.
+
+    If the wait is interrupted, the compilers and their child processes are killed.
+    """
+    environment, running = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}, list[subprocess.Popen[str]]()
+    try:
+        for command in commands:
+            with _deferred_interrupt():
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        encoding="utf-8",
+                        errors="replace",
+                        env=environment,
+                        start_new_session=True,
+                    )
+                )
+                _share_priority(running[-1])
+        for process, command in zip(running, commands, strict=True):
+            output, _ = process.communicate()
+            if process.returncode != 0:
+                shown = "\n    ".join(output.splitlines()[:ERROR_LINES])
+                if (full := next((text for text in FULL_DISK if text in output), None)) is not None:
+                    problem = f"the disk of the kernel cache {folder.parent} is full: {full}"
+                    raise BuildError(name, None, problem, remedy=_FREE_SPACE)
+                texts = [part for part in command if part.endswith((".cpp", ".s"))] or ["the linking"]
+                raise BuildError(
+                    name, None, f"{command[0]} fails to compile {texts[0]} (status {process.returncode})\n    {shown}"
+                )
+    except BaseException:
+        for process in running:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        raise
+
+
+def _share_priority(process: subprocess.Popen[str]) -> None:
+    """Give a session that this thread has started its own priority, as Linux schedules sessions and not processes.
+
+    Nothing happens on systems that do not group processes by their sessions.
+    """
+    with contextlib.suppress(OSError):
+        niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        Path(f"/proc/{process.pid}/autogroup").write_text(str(niceness))
+
+
+@contextlib.contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block, so that every started process is recorded and can be killed."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        signal.raise_signal(signal.SIGINT)
