@@ -5,12 +5,15 @@ or root has written is used: regular files without permissions for others to wri
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
 import stat
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 
@@ -136,6 +139,23 @@ def _warn(path: Path, reason: str) -> None:
     logger.warning("%s in the cache is not used and is made again: %s", path, reason)
 
 
+@contextlib.contextmanager
+def keeping_entries(folder: Path) -> Iterator[None]:
+    """Let `evict` in other threads and processes wait while entries of a folder are looked up and marked as used, so
+    that what was found is not removed before it can be loaded.
+
+    File systems without locks, and folders that do not exist yet, are not locked.
+    """
+    with _folder_lock(folder, fcntl.LOCK_SH):
+        yield
+
+
+def mark_used(path: Path) -> None:
+    """Mark an entry as used now."""
+    with contextlib.suppress(OSError):  # a read-only cache still works
+        os.utime(path)
+
+
 def evict(folder: Path, limit: int | None = None) -> None:
     """Remove the least recently used entries, and files left by crashed builds.
 
@@ -143,25 +163,61 @@ def evict(folder: Path, limit: int | None = None) -> None:
         folder: A folder of the cache.
         limit: Bytes that it may have; the default is the limit of the kernel cache.
     """
-    now, limit = time.time(), config.cache_limit_bytes() if limit is None else limit
-    sizes: dict[str, int] = defaultdict(int)
-    used: dict[str, float] = defaultdict(float)
+    limit = config.cache_limit_bytes() if limit is None else limit
+    with _folder_lock(folder, fcntl.LOCK_EX):
+        now, entries = time.time(), _entries(folder)
+        excess = sum(entry.size for entry in entries) - limit
+        for entry in sorted(entries, key=lambda entry: entry.used):
+            if excess <= 0 or now - entry.used < GRACE_SECONDS:
+                return
+            for file in entry.files:
+                file.unlink(missing_ok=True)
+            excess -= entry.size
+
+
+@dataclass
+class _Entry:
+    """The files of an entry, their bytes, and the time when one of them was last used."""
+
+    files: list[Path] = field(default_factory=list)
+    size: int = 0
+    used: float = 0.0
+
+
+def _entries(folder: Path) -> list[_Entry]:
+    """Return the entries of a folder, whose files have the same name up to the suffix, and remove folders that crashed
+    builds have left."""
+    found: dict[str, _Entry] = defaultdict(_Entry)
     for file in os.scandir(folder):
         try:
             info = file.stat()
         except FileNotFoundError:
             continue
+        path = Path(file.path)
         if file.is_dir():
-            if now - info.st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(file.path, ignore_errors=True)
-            continue
-        stem = Path(file.name).stem
-        sizes[stem] += info.st_size
-        used[stem] = max(used[stem], info.st_mtime)
-    excess = sum(sizes.values()) - limit
-    for stem in sorted(used, key=lambda stem: used[stem]):
-        if excess <= 0 or now - used[stem] < GRACE_SECONDS:
-            return
-        for suffix in ENTRY_SUFFIXES:
-            (folder / f"{stem}{suffix}").unlink(missing_ok=True)
-        excess -= sizes[stem]
+            if time.time() - info.st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+        elif path.suffix in ENTRY_SUFFIXES:
+            entry = found[path.stem]
+            entry.files.append(path)
+            entry.size += info.st_size
+            entry.used = max(entry.used, info.st_mtime)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _folder_lock(folder: Path, kind: int) -> Iterator[None]:
+    """Hold a lock on a folder, which ``fcntl`` names. Go on without it where the system does not give one."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, kind)
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # closing does not unlock it if a child of a fork has the handle too
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)

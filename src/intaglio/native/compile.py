@@ -19,7 +19,15 @@ from pathlib import Path
 
 from intaglio.drafts import draft_folder
 from intaglio.errors import BuildError
-from intaglio.native.cache_folder import MOVE_CACHE, evict, make_folder, read_entry, trusted_folder
+from intaglio.native.cache_folder import (
+    MOVE_CACHE,
+    evict,
+    keeping_entries,
+    make_folder,
+    mark_used,
+    read_entry,
+    trusted_folder,
+)
 from intaglio.native.compiler_runs import run_together
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.split_program import split_program
@@ -61,12 +69,10 @@ def build(
     path, objects = _entries(source, toolchain, name, isa, headers, units)
     folder = path.parent
     with _locked(*sorted(objects), path), _folder_errors(name, folder):
-        if force or not is_intact(path):
+        if force or not _is_found(path, *objects):
             make_folder(folder)
             _compile(source, toolchain, isa, name, path, objects)
             evict(folder)
-        for entry in (path, *objects):
-            _touch(entry)
     return path
 
 
@@ -79,12 +85,23 @@ def build_units(units: Sequence[TranslationUnit], *, isa: str, toolchain: Toolch
     for unit in units:
         entry = _unit_path(unit, toolchain, isa, folder)
         with _locked(entry), _folder_errors(unit.name, folder):
-            if is_intact(entry):
+            if _is_found(entry):
                 continue
             make_folder(folder)
             with draft_folder(folder, BUILD_PREFIX, mode=0o700) as scratch:
                 run_together(_unit_commands({entry: unit}, toolchain, isa, scratch), unit.name, scratch)
                 _seal_as(scratch / entry.name, entry)
+            evict(folder)
+
+
+def _is_found(path: Path, *objects: Path) -> bool:
+    """Return whether ``path`` is a complete entry, and mark it as used, with the objects that it was linked from."""
+    with keeping_entries(path.parent):
+        if not is_intact(path):
+            return False
+        for entry in (path, *objects):
+            mark_used(entry)
+    return True
 
 
 @contextlib.contextmanager
@@ -138,7 +155,11 @@ def install(content: bytes, *, name: str) -> Path:
     folder = trusted_folder("kernels")
     path = folder / f"trusted-{hashlib.sha256(content).hexdigest()}.so"
     with _folder_errors(name, folder):
-        if read_entry(path) != content:
+        with keeping_entries(folder):
+            found = read_entry(path) == content
+            if found:
+                mark_used(path)
+        if not found:
             make_folder(folder)
             with draft_folder(folder, BUILD_PREFIX, mode=0o700) as scratch:
                 draft = scratch / "library.so"
@@ -146,7 +167,6 @@ def install(content: bytes, *, name: str) -> Path:
                 draft.chmod(0o755)
                 os.replace(draft, path)
             evict(folder)
-        _touch(path)
     return path
 
 
@@ -172,8 +192,13 @@ def read_library(path: Path) -> bytes:
 
 def is_intact(path: Path) -> bool:
     """Return whether ``path`` is a complete entry: a trusted file whose seal matches its bytes."""
+    return _intact(path) is not None
+
+
+def _intact(path: Path) -> bytes | None:
+    """Return the bytes of a complete entry, or ``None``."""
     content = read_entry(path)
-    return content is not None and content[-SEAL_BYTES:] == _seal(content[:-SEAL_BYTES])
+    return content if content is not None and content[-SEAL_BYTES:] == _seal(content[:-SEAL_BYTES]) else None
 
 
 def _entries(
@@ -216,10 +241,12 @@ def _compile(
 ) -> None:
     """Write the entry ``path`` and those of ``objects`` that are missing.
 
-    Temporary files, including those of the compiler, are in a folder that is deleted before the function returns.
+    Temporary files, including those of the compiler, are in a folder that is deleted before the function returns. So
+    are the object files that are linked, because other processes may evict those of the cache meanwhile.
     """
-    text, missing = path.with_suffix(".cpp"), {entry: unit for entry, unit in objects.items() if not is_intact(entry)}
+    text = path.with_suffix(".cpp")
     with draft_folder(path.parent, BUILD_PREFIX, mode=0o700) as scratch:
+        missing = {entry: unit for entry, unit in objects.items() if not _copied(entry, scratch)}
         draft = scratch / "kernel.cpp"
         draft.write_text(source, encoding="utf-8")
         draft.chmod(0o644)  # whatever the umask is: others must not be able to write to it
@@ -232,11 +259,21 @@ def _compile(
             commands = [[*compile_one, str(a), "-o", str(b)] for a, b in zip(parts, programs, strict=True)]
             commands += _unit_commands(missing, toolchain, isa, scratch)
             run_together(commands, name, scratch)
-            for entry in missing:
-                _seal_as(scratch / entry.name, entry)
+        linked = [*programs, *(scratch / entry.name for entry in objects)]
         link = [*toolchain.link_command(ISA_FLAGS[isa])] + [include_option()] * toolchain.links_sources
-        run_together([[*link, *map(str, [*programs, *objects]), "-o", str(made), *toolchain.libraries]], name, scratch)
+        run_together([[*link, *map(str, linked), "-o", str(made), *toolchain.libraries]], name, scratch)
+        for entry in missing:
+            _seal_as(scratch / entry.name, entry)
         _seal_as(made, path)
+
+
+def _copied(entry: Path, folder: Path) -> bool:
+    """Copy an entry into a folder and mark it as used. Return whether it is complete; nothing is written otherwise."""
+    if (content := _intact(entry)) is None:
+        return False
+    (folder / entry.name).write_bytes(content)
+    mark_used(entry)
+    return True
 
 
 def _program_parts(source: str, text: Path, scratch: Path) -> list[Path]:
@@ -285,9 +322,3 @@ def _seal_as(made: Path, path: Path) -> None:
 def _seal(content: bytes) -> bytes:
     """Return the seal of an entry: a marker and the SHA-256 of its content."""
     return SEAL + hashlib.sha256(content).hexdigest().encode()
-
-
-def _touch(path: Path) -> None:
-    """Mark an entry as used now."""
-    with contextlib.suppress(OSError):  # a read-only cache still works
-        os.utime(path)
