@@ -21,8 +21,6 @@ constexpr int64_t kGrain = 1 << 16;  // values per thread; with fewer, another t
 constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 constexpr float kInf = __builtin_inff();
 
-pthread_mutex_t merging = PTHREAD_MUTEX_INITIALIZER;
-
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX2__)
@@ -181,6 +179,9 @@ struct CountJob {
     float *low, *high;              // [rows]
     int64_t *bins, *sketch, *sums;  // [kBins], [kSketch], [kSums]
     IntaglioCounts* total;
+    // Held while a thread adds its counts to those of the job. It belongs to the job and not to the library, because a
+    // child of fork would have a copy that a thread held, which the child does not have.
+    pthread_mutex_t merging;
 };
 
 float power_of_two(int exponent) { return __builtin_bit_cast(float, uint32_t(exponent + 127) << 23); }
@@ -300,7 +301,7 @@ void count_block(Counts& counts, Extrema& row, const float* x, int64_t count) {
     counts.unflushed += kBlock;
 }
 
-// Add the sketch of a thread to that of the job and clear it. The caller holds `merging`.
+// Add the sketch of a thread to that of the job and clear it. The caller holds `job.merging`.
 void flush(const CountJob& job, Counts& counts) {
     for (int i = 0; i < kSketch; ++i) {
         const int64_t found = int64_t(counts.sketch[i] >> kSumBits), rest = int64_t(counts.sketch[i] & (kOne - 1));
@@ -313,7 +314,7 @@ void flush(const CountJob& job, Counts& counts) {
     counts.unflushed = 0;
 }
 
-// Add all counts of a thread to those of the job. The caller holds `merging`.
+// Add all counts of a thread to those of the job. The caller holds `job.merging`.
 void finish(const CountJob& job, Counts& counts) {
     flush(job, counts);
     IntaglioCounts& total = *job.total;
@@ -332,7 +333,7 @@ void finish(const CountJob& job, Counts& counts) {
 }
 
 void count_body(void* context, int thread, int threads) {
-    const CountJob& job = *static_cast<CountJob*>(context);
+    CountJob& job = *static_cast<CountJob*>(context);
     Share mine = shard_begin(job.rows * job.columns, thread, threads);
     Counts counts;
     for (int64_t i = mine.begin; i < mine.end;) {
@@ -342,9 +343,9 @@ void count_body(void* context, int thread, int threads) {
         for (; i < end; i += kBlock) {
             count_block(counts, extrema, job.x + i, end - i < kBlock ? end - i : kBlock);
             if (counts.unflushed < kFlush) continue;
-            pthread_mutex_lock(&merging);
+            pthread_mutex_lock(&job.merging);
             flush(job, counts);
-            pthread_mutex_unlock(&merging);
+            pthread_mutex_unlock(&job.merging);
         }
         i = end;
         Ends ends;
@@ -354,14 +355,14 @@ void count_body(void* context, int thread, int threads) {
         counts.ends.low = ends.low < counts.ends.low ? ends.low : counts.ends.low;
         counts.ends.high = ends.high > counts.ends.high ? ends.high : counts.ends.high;
         const bool shared = end - begin < job.columns;  // another thread counts the rest of this row
-        if (shared) pthread_mutex_lock(&merging);
+        if (shared) pthread_mutex_lock(&job.merging);
         job.low[row] = float(ends.low) < job.low[row] ? float(ends.low) : job.low[row];
         job.high[row] = float(ends.high) > job.high[row] ? float(ends.high) : job.high[row];
-        if (shared) pthread_mutex_unlock(&merging);
+        if (shared) pthread_mutex_unlock(&job.merging);
     }
-    pthread_mutex_lock(&merging);
+    pthread_mutex_lock(&job.merging);
     finish(job, counts);
-    pthread_mutex_unlock(&merging);
+    pthread_mutex_unlock(&job.merging);
 }
 
 }  // namespace
@@ -374,6 +375,6 @@ INTAGLIO_EXPORT void intaglio_count(const float* x, int64_t rows, int64_t column
                                     int64_t* bins, int64_t* sketch, int64_t* sums, IntaglioCounts* total) {
     *total = IntaglioCounts{kInf, -kInf, 0, 0, 0, kLowest};
     for (int64_t row = 0; row < rows; ++row) low[row] = kInf, high[row] = -kInf;
-    CountJob job{x, rows, columns, low, high, bins, sketch, sums, total};
+    CountJob job{x, rows, columns, low, high, bins, sketch, sums, total, PTHREAD_MUTEX_INITIALIZER};
     if (rows * columns) parallel_between_operators(count_body, &job, useful_threads(rows * columns, threads));
 }
