@@ -301,7 +301,7 @@ void count_block(Counts& counts, Extrema& row, const float* x, int64_t count) {
     counts.unflushed += kBlock;
 }
 
-// Add the sketch of a thread to that of the job and clear it. The caller holds `job.merging`.
+// Add the histogram and the sketch of a thread to those of the job and clear them. The caller holds `job.merging`.
 void flush(const CountJob& job, Counts& counts) {
     for (int i = 0; i < kSketch; ++i) {
         const int64_t found = int64_t(counts.sketch[i] >> kSumBits), rest = int64_t(counts.sketch[i] & (kOne - 1));
@@ -311,6 +311,15 @@ void flush(const CountJob& job, Counts& counts) {
         job.sums[i >> kKept] += found * (kept << kRest) + rest;
         counts.sketch[i] = 0;
     }
+    if (counts.exponent > job.total->exponent) {
+        widen(job.bins, counts.exponent - job.total->exponent);
+        job.total->exponent = counts.exponent;
+    } else {
+        widen(counts.bins, job.total->exponent - counts.exponent);
+        counts.exponent = job.total->exponent;
+    }
+    for (int b = 0; b < kBins; ++b) job.bins[b] += counts.bins[b];
+    memset(counts.bins, 0, sizeof counts.bins);
     counts.unflushed = 0;
 }
 
@@ -318,13 +327,6 @@ void flush(const CountJob& job, Counts& counts) {
 void finish(const CountJob& job, Counts& counts) {
     flush(job, counts);
     IntaglioCounts& total = *job.total;
-    if (counts.exponent > total.exponent) {
-        widen(job.bins, counts.exponent - total.exponent);
-        total.exponent = counts.exponent;
-    } else {
-        widen(counts.bins, total.exponent - counts.exponent);
-    }
-    for (int b = 0; b < kBins; ++b) job.bins[b] += counts.bins[b];
     total.nans += counts.nans;
     total.infinities += counts.infinities;
     total.zeros += counts.zeros;
