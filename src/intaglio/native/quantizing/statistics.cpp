@@ -55,11 +55,11 @@ int useful_threads(int64_t count, int threads) {
 }
 
 // The items that a thread works on.
-struct Share {
+struct Items {
     int64_t begin, end;
 };
 
-Share shard_begin(int64_t count, int thread, int threads) {
+Items items_of(int64_t count, int thread, int threads) {
     return {count * thread / threads, count * (thread + 1) / threads};
 }
 
@@ -135,7 +135,7 @@ void extend_lanes(const float* x, int64_t count, float* low, float* high) {
 
 void channel_body(void* context, int thread, int threads) {
     const ChannelJob& job = *static_cast<ChannelJob*>(context);
-    Share mine = shard_begin(job.channels, thread, threads);
+    Items mine = items_of(job.channels, thread, threads);
     for (int64_t c = mine.begin; c < mine.end; ++c) job.low[c] = kInf, job.high[c] = -kInf;
     for (int64_t o = 0; o < job.outer; ++o) {
         const float* row = job.x + o * job.channels * job.inner;
@@ -336,7 +336,7 @@ void finish(const CountJob& job, Counts& counts) {
 
 void count_body(void* context, int thread, int threads) {
     CountJob& job = *static_cast<CountJob*>(context);
-    Share mine = shard_begin(job.rows * job.columns, thread, threads);
+    Items mine = items_of(job.rows * job.columns, thread, threads);
     Counts counts;
     for (int64_t i = mine.begin; i < mine.end;) {
         const int64_t row = i / job.columns, begin = i;
