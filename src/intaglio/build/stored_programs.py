@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -20,6 +22,8 @@ from intaglio.plan import Plan, plan_graph
 from intaglio.runtime import SavedModel, host_names
 from intaglio.runtime.artifact import program_key
 from intaglio.runtime.saved.saved_libraries import Library
+
+logger = logging.getLogger("intaglio")
 
 
 def print_program(plan: Plan, name: str) -> PrintedProgram:
@@ -93,8 +97,12 @@ def _stored(key: str) -> Program | None:
     if found is None:
         return None
     constants, record = found
-    program = pickle.loads(record)  # of this user or root, like the libraries that are loaded from the cache
-    return replace(program, constants=np.frombuffer(constants, np.uint8))
+    try:
+        program = pickle.loads(record)  # of this user or root, like the libraries that are loaded from the cache
+        return replace(program, constants=np.frombuffer(constants, np.uint8))
+    except Exception as error:  # whatever a class does that another version of a package has written
+        logger.warning("a stored program cannot be read and is printed again: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _key(saved: SavedModel, isa: str, schedules: Mapping[str, Schedule] | None, caches: tuple[int, int] | None) -> str:
@@ -109,4 +117,5 @@ def _key(saved: SavedModel, isa: str, schedules: Mapping[str, Schedule] | None, 
         return ""
     tuned = {one: sorted(chosen.items()) for one, chosen in sorted(saved.schedules.items())}
     parts = saved.graph_digest, weights, saved.model_info.name, isa, caches or (sizes.l1, sizes.l2), tuned
-    return hashlib.sha256(repr((*parts, sorted((schedules or {}).items()))).encode()).hexdigest()
+    versions = sys.implementation.cache_tag, np.__version__  # which can read the record
+    return hashlib.sha256(repr((*parts, sorted((schedules or {}).items()), versions)).encode()).hexdigest()

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import struct
+import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -249,6 +250,30 @@ def test_other_weights_and_other_code_have_other_entries(saved, fresh_programs, 
     assert torch.equal(intaglio.load(path, trust=True)(x), expected)
     monkeypatch.setattr(program_cache, "_code", lambda: "another version")
     intaglio.load(path, trust=True)
+    assert len(list((fresh_programs / program_cache.FOLDER).iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", [lambda text: text.replace(b"numpy", b"nympu"), lambda text: pickle.dumps(None)])
+def test_a_program_that_other_packages_have_stored_is_printed_again(damage, saved, fresh_programs, packed, monkeypatch):
+    path, x, expected = saved
+    write = program_cache.write
+    with monkeypatch.context() as patch:
+        patch.setattr(program_cache, "write", lambda key, constants, record: write(key, constants, damage(record)))
+        intaglio.load(path, trust=True)
+    packed.clear()
+    assert torch.equal(intaglio.load(path, trust=True)(x), expected)
+    assert packed
+    packed.clear()
+    assert torch.equal(intaglio.load(path, trust=True)(x), expected)  # the entry was written again
+    assert not packed
+
+
+def test_other_versions_of_python_and_numpy_have_other_entries(saved, fresh_programs, monkeypatch):
+    intaglio.load(saved[0], trust=True)
+    monkeypatch.setattr(np, "__version__", "1.0")
+    intaglio.load(saved[0], trust=True)
+    monkeypatch.setattr(sys.implementation, "cache_tag", "cpython-399")
+    intaglio.load(saved[0], trust=True)
     assert len(list((fresh_programs / program_cache.FOLDER).iterdir())) == 3
 
 
