@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from intaglio import config
-from intaglio.native import cache_folder
+from intaglio.native import cache_folder, program_cache
 from intaglio.native import compile as compiler
 from intaglio.native.compile import build, build_units, install, load
 from intaglio.native.toolchain import find_toolchain
@@ -99,6 +99,26 @@ def test_units_that_are_built_alone_are_marked_as_used_and_evict_others(fresh_ca
 
 def names(cache: Path) -> list[str]:
     return sorted(file.name.rpartition("-")[0] for file in (cache / "kernels").iterdir())
+
+
+def test_digests_of_texts_are_evicted_when_the_cache_is_full(fresh_cache, monkeypatch):
+    for number in range(4):
+        program_cache.write_text(f"key {number}", "a" * 64)
+    (size,) = {file.stat().st_size for file in (fresh_cache / program_cache.FOLDER).iterdir()}
+    make_old(fresh_cache / program_cache.FOLDER)
+    assert program_cache.known_text("key 1")  # a hit: now the most recently used
+    monkeypatch.setattr(config, "programs_limit_bytes", lambda: 3 * size)
+    program_cache.write_text("new", "b" * 64)
+    known = [program_cache.known_text(key) for key in (*(f"key {number}" for number in range(4)), "new")]
+    assert known[1] == "a" * 64
+    assert known[4] == "b" * 64
+    assert sum(map(bool, known)) == 3
+
+
+def test_a_cache_without_space_stores_no_digest_of_a_text(fresh_cache, monkeypatch):
+    monkeypatch.setenv("INTAGLIO_CACHE_MB", "0")
+    program_cache.write_text("key", "a" * 64)
+    assert not (fresh_cache / program_cache.FOLDER).exists()
 
 
 def test_a_file_that_is_no_entry_is_neither_counted_nor_removed(tmp_path):

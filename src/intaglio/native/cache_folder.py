@@ -28,7 +28,7 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 GRACE_SECONDS = 60
 """Entries built or used this recently are not evicted, because a process may not have loaded them yet."""
 ABANDONED_SECONDS = 3600
-ENTRY_SUFFIXES = (".so", ".o", ".cpp", ".program", ".constants")
+ENTRY_SUFFIXES = (".so", ".o", ".cpp", ".program", ".text", ".constants")
 """Suffixes of the files of an entry. Version 0.2 wrote `.constants`."""
 
 logger = logging.getLogger("intaglio")

@@ -20,7 +20,7 @@ from pathlib import Path
 from intaglio import config
 from intaglio.drafts import draft_file
 from intaglio.errors import BuildError
-from intaglio.native.cache_folder import evict, make_folder, open_entry, trusted_folder
+from intaglio.native.cache_folder import evict, make_folder, mark_used, open_entry, read_entry, trusted_folder
 
 FOLDER, SUFFIX, TEXT_SUFFIX = "constants", ".program", ".text"
 """Version 0.2 kept constants alone in this folder, in files with another suffix, which are evicted as others are."""
@@ -53,8 +53,7 @@ def read(key: str, memory: Callable[[int], memoryview]) -> tuple[memoryview, byt
         if found is None:
             logger.warning("%s is damaged: the program is printed again", path)
             return None
-        with contextlib.suppress(OSError):  # marks the entry as recently used; a read-only cache still works
-            os.utime(path)
+        mark_used(path)
     except (OSError, BuildError) as error:
         logger.warning("a stored program cannot be read: %s", error)
         return None
@@ -93,14 +92,13 @@ def write(key: str, constants: memoryview, record: bytes) -> None:
 def known_text(key: str) -> str:
     """Return what `write_text` has stored for a key, or an empty string."""
     try:
-        file = open_entry(_path(key).with_suffix(TEXT_SUFFIX))
-        if file is None:
+        path = _path(key).with_suffix(TEXT_SUFFIX)
+        if (content := read_entry(path)) is None:
             return ""
-        with file:
-            content = file.read().decode("ascii", "replace")
+        mark_used(path)
     except (OSError, BuildError):
         return ""
-    text, _, digest = content.partition(" ")
+    text, _, digest = content.decode("ascii", "replace").partition(" ")
     return text if digest == _digest_of_text(text) else ""
 
 
@@ -113,14 +111,18 @@ def write_text(key: str, text: str) -> None:
         key: as for `write`.
         text: digest of the text.
     """
+    content = f"{text} {_digest_of_text(text)}".encode()
+    if len(content) > config.programs_limit_bytes():
+        return
     with contextlib.suppress(OSError, BuildError):
         path = _path(key).with_suffix(TEXT_SUFFIX)
         make_folder(path.parent)
         with draft_file(path.parent) as (draft, file):
-            file.write(f"{text} {_digest_of_text(text)}".encode())
+            file.write(content)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
             os.replace(draft, path)
+        evict(path.parent, config.programs_limit_bytes())
 
 
 def _digest_of_text(text: str) -> str:
