@@ -265,6 +265,11 @@ def test_programs_that_call_libstdcxx_or_libm_do_not_link(fresh_cache, body):
         build(f"{include}\n{EXPORT}{function}", name="calls", isa="portable")
 
 
+def test_an_error_of_a_compiler_that_links_says_that_linking_failed(fresh_cache):
+    with pytest.raises(BuildError, match=r"fails to link .*undefined-.*\.cpp, which it has compiled \(status"):
+        build(f"int missing();\n{EXPORT}int f() {{ return missing(); }}", name="undefined", isa="portable")
+
+
 def test_a_cache_folder_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(tmp_path / "file"))

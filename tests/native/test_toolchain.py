@@ -87,13 +87,41 @@ export PATH={os.defpath}
 case $1 in clang) {compile_it};; ld.lld) exec {gxx} -shared -nostdlib $(dirname "$result")/*.o -o "$result";; esac"""
     install_package(monkeypatch, tmp_path / "ziglang", text)
     assert load(build(ANSWER, name="packaged", isa="avx2")).answer() == 41
-    _, compiling, linking = log.read_text().splitlines()
+    *_, compiling, linking = log.read_text().splitlines()
     assert compiling.startswith("clang --target=")
     assert "-mavx2" in compiling
     assert "-nostdinc -DINTAGLIO_SHARED_LIBC" in compiling
     assert "-shared" not in compiling
     assert linking.startswith("ld.lld -shared --no-undefined")
     assert "libc" in linking
+
+
+def test_the_linker_of_the_package_is_in_the_key(folder, fresh_cache, monkeypatch, tmp_path):
+    """A program in the place of zig that makes empty files, and prints another version of its linker each time."""
+    text = """case "$*" in "ld.lld "*--version) exec /bin/date +%N;; *--version) exit;; esac
+for word in "$@"; do case $word in *.o|*.so) result=$word;; esac; done
+echo > $result"""
+    install_package(monkeypatch, tmp_path / "ziglang", text)
+    paths = set()
+    for _ in range(2):
+        toolchain.linker_version_of.cache_clear()
+        paths.add(build(ANSWER, name="packaged", isa="portable"))
+    monkeypatch.setattr(toolchain, "LLD_FLAGS", (*toolchain.LLD_FLAGS, "--gc-sections"))
+    toolchain._zig_toolchain.cache_clear()
+    paths.add(build(ANSWER, name="packaged", isa="portable"))
+    assert len(paths) == 3
+
+
+def test_errors_say_whether_compiling_or_linking_failed(folder, fresh_cache, monkeypatch, tmp_path):
+    """Of a program in the place of zig, which links in a command of its own."""
+    text = 'case "$*" in *--version) exit;; "$FAILS "*) exit 1;; esac'
+    install_package(monkeypatch, tmp_path / "ziglang", text)
+    monkeypatch.setenv("FAILS", "clang")
+    with pytest.raises(BuildError, match=r"zig fails to compile .*packaged-.*\.cpp \(status 1\)"):
+        build(ANSWER, name="packaged", isa="portable")
+    monkeypatch.setenv("FAILS", "ld.lld")
+    with pytest.raises(BuildError, match=r"zig fails to link object files \(status 1\)"):
+        build(ANSWER, name="packaged", isa="portable")
 
 
 def test_a_zig_without_headers_names_the_package(folder, fresh_cache, monkeypatch):

@@ -16,6 +16,8 @@ from intaglio.errors import BuildError
 ERROR_LINES = 20
 FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
 """Messages of compilers and linkers that cannot write their results."""
+LINKER_FAILED = ("ld returned", "linker command failed")
+"""Messages of g++ and clang, which compile and link in one command, that the linking has failed."""
 BACKGROUND_NICENESS = 10
 """Niceness of compilers in the background: a tenth of the share of other processes."""
 _FREE_SPACE = "free some space, or set INTAGLIO_CACHE_DIR to a folder on another disk"
@@ -60,14 +62,7 @@ def run_together(commands: Sequence[Sequence[str]], name: str, folder: Path) -> 
         for process, command in zip(running, commands, strict=True):
             output, _ = process.communicate()
             if process.returncode != 0:
-                shown = "\n    ".join(output.splitlines()[:ERROR_LINES])
-                if (full := next((text for text in FULL_DISK if text in output), None)) is not None:
-                    problem = f"the disk of the kernel cache {folder.parent} is full: {full}"
-                    raise BuildError(name, None, problem, remedy=_FREE_SPACE)
-                texts = [part for part in command if part.endswith((".cpp", ".s"))] or ["the linking"]
-                raise BuildError(
-                    name, None, f"{command[0]} fails to compile {texts[0]} (status {process.returncode})\n    {shown}"
-                )
+                raise _failure(command, process.returncode, output, name, folder)
     except BaseException:
         for process in running:
             if process.poll() is None:
@@ -75,6 +70,19 @@ def run_together(commands: Sequence[Sequence[str]], name: str, folder: Path) -> 
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         raise
+
+
+def _failure(command: Sequence[str], status: int, output: str, name: str, folder: Path) -> BuildError:
+    """Return the error of a command that failed, with what it has printed, which says whether it was linking."""
+    if (full := next((text for text in FULL_DISK if text in output), None)) is not None:
+        problem = f"the disk of the kernel cache {folder.parent} is full: {full}"
+        return BuildError(name, None, problem, remedy=_FREE_SPACE)
+    sources = [part for part in command if part.endswith((".cpp", ".s"))]
+    failed = f"fails to compile {sources[0]}" if sources else "fails to link object files"
+    if sources and any(text in output for text in LINKER_FAILED):
+        failed = f"fails to link {sources[0]}, which it has compiled"
+    shown = "\n    ".join(output.splitlines()[:ERROR_LINES])
+    return BuildError(name, None, f"{command[0]} {failed} (status {status})\n    {shown}")
 
 
 def _share_priority(process: subprocess.Popen[str]) -> None:

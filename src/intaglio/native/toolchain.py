@@ -73,8 +73,16 @@ class Toolchain:
         return (*self.linker, *COMPILE_FLAGS, *flags) if self.links_sources else self.linker
 
     def key(self, flags: tuple[str, ...]) -> tuple[str, ...]:
-        """Return everything about the compiler and its flags that a compiled file depends on."""
-        return (*self.frontend, *COMPILE_FLAGS, *flags, *self.libraries, version_of(self))
+        """Return everything about the compiler, the linker and their flags that a compiled file depends on."""
+        return (
+            *self.frontend,
+            *COMPILE_FLAGS,
+            *flags,
+            *self.linker,
+            *self.libraries,
+            version_of(self),
+            linker_version_of(self),
+        )
 
 
 def find_toolchain(name: str) -> Toolchain:
@@ -100,11 +108,25 @@ def find_toolchain(name: str) -> Toolchain:
 @cache
 def version_of(toolchain: Toolchain) -> str:
     """Return the compiler's version text. Raise `BuildError` if the compiler does not run."""
-    command = [*toolchain.frontend, "--version"]
+    return _version((*toolchain.frontend, "--version"), toolchain)
+
+
+@cache
+def linker_version_of(toolchain: Toolchain) -> str:
+    """Return the version text of a linker that is a command of its own, and an empty string if the compiler links.
+
+    Raises:
+        BuildError: the linker does not run.
+    """
+    return "" if toolchain.links_sources else _version((*toolchain.linker, "--version"), toolchain)
+
+
+def _version(command: tuple[str, ...], toolchain: Toolchain) -> str:
+    """Return what a command prints. Raise `BuildError` if it does not run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        problem = f"the compiler in CXX does not run: {error}"
+        problem = f"the compiler does not run: {error}"
         raise BuildError(toolchain.path, None, problem, remedy=NO_COMPILER) from error
 
 
