@@ -245,8 +245,8 @@ def test_the_exported_main_is_short_and_reports_errors(main_folder):
     for arguments, said in (
         ((), ""),
         (("gone",), "open: the file"),
-        (("main.c",), "open: not the weights"),
-        (("weights.bin", "-1"), "resize: sizes"),
+        (("main.c",), "open: these are not the weights"),
+        (("weights.bin", "-1"), "resize: the network does not take these sizes"),
         (("weights.bin", "1", "gone"), "gone:"),
     ):
         command = [main_folder / "convbnrelu", *arguments]

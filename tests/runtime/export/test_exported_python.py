@@ -178,6 +178,20 @@ def test_errors_say_what_was_given_and_what_is_expected(network):
     network.close()
 
 
+def test_a_number_of_threads_that_cannot_be_is_an_error_and_changes_nothing(exported, network):
+    network.threads = np.int64(2)
+    for wrong in (-1, 1 << 31):
+        with pytest.raises(ValueError, match=f"threads must be from 0, .* to 2147483647, got {wrong}"):
+            network.threads = wrong
+        with pytest.raises(ValueError, match="threads must be from 0"):
+            exported.Network(threads=wrong)
+    for wrong in (1.5, "2", None):
+        with pytest.raises(TypeError, match="integer"):
+            network.threads = wrong
+    assert network.threads == 2
+    assert equal(network(picture(1).numpy()), compiled(nets.ConvBnRelu)[0](picture(1)))
+
+
 def test_missing_and_foreign_files_are_errors(exported, tmp_path):
     with pytest.raises(OSError, match=re.escape(f"the file of weights cannot be read: {tmp_path / 'none'}")):
         exported.Network(tmp_path / "none")

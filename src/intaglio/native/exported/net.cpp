@@ -229,12 +229,18 @@ int32_t net_abi(void) { return NET_ABI; }
 
 const char* net_error(int32_t status) {
     static const char* const texts[] = {
-        "no error", "a null pointer, an index or an element type that is none", "the file of weights cannot be read",
-        "not the weights of this network: exported from another one, or at another time",
-        "the weights are damaged: copy the file again", "exported for none of the instruction sets of this processor",
-        "out of memory", "sizes the network does not take: see the shapes of its inputs", "net_resize comes first",
-        "an id among the inputs is none of the table's rows"};
-    return status >= 0 && status < int32_t(sizeof texts / sizeof *texts) ? texts[status] : "no such status";
+        "no error",
+        "an argument is not valid: a null pointer, a negative number of threads, weights at an address that is not a "
+        "multiple of 64, or an index or element type that the network does not have",
+        "the file of weights cannot be read",
+        "these are not the weights of this network: they were exported from another one, or at another time",
+        "the weights are damaged: copy the file again",
+        "this processor has none of the instruction sets that the network was exported for",
+        "there is not enough memory",
+        "the network does not take these sizes: see the shapes of its inputs",
+        "the sizes of the inputs are not known yet: call net_resize first",
+        "an id among the inputs is not a row of its table"};
+    return status >= 0 && status < int32_t(sizeof texts / sizeof *texts) ? texts[status] : "this is not a status of the network";
 }
 
 int32_t net_inputs(void) { return kInputs; }

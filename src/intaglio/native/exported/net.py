@@ -11,6 +11,7 @@ README.txt lists the inputs. Results are arrays, in the tuples, lists and dictio
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import threading
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ INTERFACE = 1
 """The version of net.h that this file is written for."""
 ARGUMENT, FILE, MEMORY, SHAPE = 1, 2, 6, 7
 """Status codes of net.h that are treated differently from the others."""
+LARGEST_NUMBER = 2**31 - 1
+"""What the library takes; a call never has more threads than cores."""
 U8 = 1
 ELEMENT_TYPES = ("u1", "i1", "u2", "i2", "i4", "i8", "f2", "u2", "f4", "f8", "?")
 """NumPy's name of each element type of net.h, from 1. The bits of bfloat16, which NumPy does not have, are "u2"."""
@@ -75,7 +78,7 @@ class Network:
 
     Raises:
         OSError: the library or the weights cannot be read.
-        ValueError: these are not the weights of this network, or they are damaged.
+        ValueError: these are not the weights of this network, or they are damaged, or `threads` is negative.
     """
 
     def __init__(
@@ -118,6 +121,17 @@ class Network:
             status = self._function("run")(self._handle, _pointers(arrays), _pointers(outputs), self.threads)
         self._check(status, "inputs")
         return result_of(outputs)
+
+    @property
+    def threads(self) -> int:
+        """Return the largest number of threads of a call; 0 is the number of cores."""
+        return self._threads
+
+    @threads.setter
+    def threads(self, count: int) -> None:
+        if not 0 <= (number := operator.index(count)) <= LARGEST_NUMBER:
+            raise ValueError(f"threads must be from 0, which is the number of cores, to {LARGEST_NUMBER}, got {number}")
+        self._threads = number
 
     def close(self) -> None:
         """Release the memory of the network. A closed network cannot be called."""
