@@ -435,7 +435,7 @@ def accuracy_table(runs: list[Run], lines: list[dict[str, Any]]) -> str:
 
 
 def claim(runs: list[Run]) -> str:
-    """Say in one paragraph how all networks compare."""
+    """Say in a list how all networks compare."""
     shown = int8_runs(runs)
     ratios = {run.title: nearest(run, INT8) for run in shown}
     low, high = (select(ratios, key=ratios.__getitem__) for select in (min, max))
@@ -445,15 +445,23 @@ def claim(runs: list[Run]) -> str:
         for kind in ("Zen 3", "Zen 5")
     )
     compiled = [run.relative("inductor") for run in float_runs(runs) if "inductor" in run.best_ms]
-    return (
-        f"At batch 1 on two cores, the fastest other int8 engine takes {ratios[low]:.2f} ({low}) to "
-        f"{ratios[high]:.2f} ({high}) times as long per call as intaglio, over {len(shown)} networks. On cores with "
-        f"full 512-bit units (Zen 5) it takes {min(zen5):.2f} to {max(zen5):.2f} times as long, and on a processor "
-        f"with AMX {min(amx):.2f} to {max(amx):.2f} times as long, over {len(amx)} networks. On a processor without "
-        f"VNNI (Zen 3) it takes {min(zen3):.2f} to {max(zen3):.2f} times as long, over {len(zen3)} networks. PyTorch's "
-        f"float32 models, compiled with `torch.compile`, take {min(compiled):.1f} to {max(compiled):.1f} times as long "
-        f"on the {len(compiled)} networks where they were measured too."
+    smallest, largest = f"{ratios[low]:.2f} ({low})", f"{ratios[high]:.2f} ({high})"
+    lines = (
+        f"{smallest} to {largest} times as long as intaglio, over {len(shown)} networks;",
+        f"{_times(zen5)} on cores with full 512-bit units (Zen 5);",
+        f"{_times(amx)} on a processor with AMX, over {len(amx)} networks;",
+        f"{_times(zen3)} on a processor without VNNI (Zen 3), over {len(zen3)} networks.",
     )
+    return (
+        "At batch 1 on two cores, the fastest other int8 engine takes per call:\n\n"
+        + "".join(f"- {line}\n" for line in lines)
+        + f"\nPyTorch's float32 models, compiled with `torch.compile`, take {min(compiled):.1f} to {max(compiled):.1f} "
+        f"times as long as intaglio, on the {len(compiled)} networks where they were measured too."
+    )
+
+
+def _times(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times as long"
 
 
 def with_source(runs: list[Run]) -> str:
