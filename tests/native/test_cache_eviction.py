@@ -86,6 +86,25 @@ def test_an_installed_library_that_is_found_is_not_evicted_before_it_is_marked_a
     assert path.exists()
 
 
+def test_an_entry_that_is_written_again_during_an_eviction_is_kept(fresh_cache, monkeypatch):
+    path = build(program(1), name="a", isa="portable", units=[part(1)])
+    make_old(path.parent)
+    again = {"name": "a", "isa": "portable", "units": [part(1)], "force": True}
+    other, list_entries = threading.Thread(target=build, args=(program(1),), kwargs=again), cache_folder._entries
+
+    def late(folder: Path) -> list[object]:
+        found = list_entries(folder)
+        if other.ident is None:
+            other.start()
+            other.join(0.5)  # it waits for the end of the eviction
+        return found
+
+    monkeypatch.setattr(cache_folder, "_entries", late)
+    cache_folder.evict(path.parent, 0)
+    other.join()
+    assert load(path).answer() == 2
+
+
 def test_units_that_are_built_alone_are_marked_as_used_and_evict_others(fresh_cache, monkeypatch):
     monkeypatch.setattr(config, "cache_limit_bytes", lambda: 0)
     place = {"isa": "portable", "toolchain": find_toolchain("units"), "folder": fresh_cache / "kernels"}

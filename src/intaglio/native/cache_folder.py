@@ -141,8 +141,8 @@ def _warn(path: Path, reason: str) -> None:
 
 @contextlib.contextmanager
 def keeping_entries(folder: Path) -> Iterator[None]:
-    """Let `evict` in other threads and processes wait while entries of a folder are looked up and marked as used, so
-    that what was found is not removed before it can be loaded.
+    """Let `evict` in other threads and processes wait while entries of a folder are looked up and marked as used, or
+    replaced, so that what was found or written is not removed before it can be loaded.
 
     File systems without locks, and folders that do not exist yet, are not locked.
     """
@@ -154,6 +154,12 @@ def mark_used(path: Path) -> None:
     """Mark an entry as used now."""
     with contextlib.suppress(OSError):  # a read-only cache still works
         os.utime(path)
+
+
+def place_entry(draft: Path, path: Path) -> None:
+    """Move a file that was written just now to its path in the cache, also if an older one is being evicted there."""
+    with keeping_entries(path.parent):
+        os.replace(draft, path)
 
 
 def evict(folder: Path, limit: int | None = None) -> None:

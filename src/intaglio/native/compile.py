@@ -25,6 +25,7 @@ from intaglio.native.cache_folder import (
     keeping_entries,
     make_folder,
     mark_used,
+    place_entry,
     read_entry,
     trusted_folder,
 )
@@ -165,7 +166,7 @@ def install(content: bytes, *, name: str) -> Path:
                 draft = scratch / "library.so"
                 draft.write_bytes(content)
                 draft.chmod(0o755)
-                os.replace(draft, path)
+                place_entry(draft, path)
             evict(folder)
     return path
 
@@ -250,7 +251,7 @@ def _compile(
         draft = scratch / "kernel.cpp"
         draft.write_text(source, encoding="utf-8")
         draft.chmod(0o644)  # whatever the umask is: others must not be able to write to it
-        os.replace(draft, text)
+        place_entry(draft, text)
         made, programs = scratch / "kernel.so", [text]
         parts = _program_parts(source, text, scratch)
         if missing or len(parts) > 1 or not toolchain.links_sources:
@@ -316,7 +317,7 @@ def _seal_as(made: Path, path: Path) -> None:
         seal = _seal(file.read())
         file.write(seal)
     made.chmod(0o755)  # whatever the umask is: others must not be able to write to it
-    os.replace(made, path)
+    place_entry(made, path)
 
 
 def _seal(content: bytes) -> bytes:

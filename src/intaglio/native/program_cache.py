@@ -20,7 +20,15 @@ from pathlib import Path
 from intaglio import config
 from intaglio.drafts import draft_file
 from intaglio.errors import BuildError
-from intaglio.native.cache_folder import evict, make_folder, mark_used, open_entry, read_entry, trusted_folder
+from intaglio.native.cache_folder import (
+    evict,
+    make_folder,
+    mark_used,
+    open_entry,
+    place_entry,
+    read_entry,
+    trusted_folder,
+)
 
 FOLDER, SUFFIX, TEXT_SUFFIX = "constants", ".program", ".text"
 """Version 0.2 kept constants alone in this folder, in files with another suffix, which are evicted as others are."""
@@ -83,7 +91,7 @@ def write(key: str, constants: memoryview, record: bytes) -> None:
             file.write(length + _joined(digests, length))
             file.flush()
             os.fchmod(file.fileno(), 0o644)  # whatever the umask is: others must not be able to write to it
-            os.replace(draft, path)
+            place_entry(draft, path)
         evict(path.parent, config.programs_limit_bytes())
     except (OSError, BuildError) as error:
         logger.warning("a program cannot be stored in %s: %s", config.cache_dir(), error)
@@ -121,7 +129,7 @@ def write_text(key: str, text: str) -> None:
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), 0o644)
-            os.replace(draft, path)
+            place_entry(draft, path)
         evict(path.parent, config.programs_limit_bytes())
 
 
