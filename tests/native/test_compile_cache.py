@@ -270,6 +270,29 @@ def test_an_error_of_a_compiler_that_links_says_that_linking_failed(fresh_cache)
         build(f"int missing();\n{EXPORT}int f() {{ return missing(); }}", name="undefined", isa="portable")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"), [(Path.unlink, "No such file"), (lambda path: path.chmod(0o644), "Permission denied")]
+)
+def test_a_compiler_that_was_removed_is_no_error_of_the_cache(change, said, fresh_cache, tmp_path, monkeypatch):
+    compiler_path = script(tmp_path / "removed", 'exec g++ "$@"')
+    monkeypatch.setenv("CXX", str(compiler_path))
+    toolchain = find_toolchain("first")
+    build(answer(1), name="first", isa="portable")
+    change(compiler_path)
+    monkeypatch.setattr(compiler, "find_toolchain", lambda name: toolchain)  # found just before it was removed
+    with pytest.raises(BuildError, match=f"second: {compiler_path} cannot be started: .*{said}") as caught:
+        build(answer(2), name="second", isa="portable")
+    assert caught.value.remedy.startswith("install g++ or clang")
+
+
+def test_a_compiler_that_fails_leaves_no_pipes_of_others_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BuildError) as caught:
+        compiler_runs.run_together([["false"], ["sleep", "600"]], "pipes", tmp_path)
+    assert caught.value.where == "pipes"  # the exception keeps what it was raised from
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_cache_folder_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(tmp_path / "file"))

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from intaglio.errors import BuildError
+from intaglio.native.toolchain import NO_COMPILER
 
 ERROR_LINES = 20
 FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
@@ -45,19 +46,7 @@ def run_together(commands: Sequence[Sequence[str]], name: str, folder: Path) -> 
     try:
         for command in commands:
             with _deferred_interrupt():
-                running.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        encoding="utf-8",
-                        errors="replace",
-                        env=environment,
-                        start_new_session=True,
-                    )
-                )
+                running.append(_started(command, name, folder, environment))
                 _share_priority(running[-1])
         for process, command in zip(running, commands, strict=True):
             output, _ = process.communicate()
@@ -65,11 +54,32 @@ def run_together(commands: Sequence[Sequence[str]], name: str, folder: Path) -> 
                 raise _failure(command, process.returncode, output, name, folder)
     except BaseException:
         for process in running:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with process:  # closes its pipe, which would be open as long as the exception is kept, and waits
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
         raise
+
+
+def _started(command: Sequence[str], name: str, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a command in a folder. Raise `BuildError` if it cannot be started, and `OSError` if the folder is gone."""
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        if not folder.is_dir():
+            raise
+        remedy = NO_COMPILER if isinstance(error, FileNotFoundError | PermissionError) else None
+        raise BuildError(name, None, f"{command[0]} cannot be started: {error}", remedy=remedy) from error
 
 
 def _failure(command: Sequence[str], status: int, output: str, name: str, folder: Path) -> BuildError:
