@@ -63,15 +63,17 @@ def _number(variable: str, default: int) -> int:
 
 
 def compiler() -> str | None:
-    """Return the path of the C++ compiler, or ``None`` if none is found.
+    """Return the absolute path of the C++ compiler, or ``None`` if none is found. It runs in other folders.
 
     It is the one in ``CXX``; else ``g++``, ``c++`` or ``clang++``; else one of these with a version in its name, such
     as ``clang++-19``, the newest; else the program ``zig`` of the Python package ``ziglang``, which contains clang.
     """
     if chosen := os.environ.get("CXX"):
-        return shutil.which(chosen)
-    found = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
-    return found or _versioned_compiler() or _packaged_compiler()
+        found = shutil.which(chosen)
+    else:
+        found = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
+        found = found or _versioned_compiler() or _packaged_compiler()
+    return found and os.path.abspath(found)
 
 
 def _versioned_compiler() -> str | None:

@@ -64,6 +64,17 @@ def test_compilers_are_found_in_a_fixed_order(folder, monkeypatch, tmp_path):
     assert config.compiler() == str(folder / "clang++")
 
 
+@pytest.mark.parametrize(("chosen", "path"), [("./g++", os.defpath), (None, ".")], ids=["CXX", "PATH"])
+def test_a_compiler_may_be_named_from_the_working_folder(chosen, path, fresh_cache, monkeypatch, tmp_path):
+    gxx = shutil.which("g++", path=os.defpath)
+    program(tmp_path / "g++", f'PATH={os.defpath} exec {gxx} "$@"')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", chosen or "")
+    monkeypatch.setenv("PATH", path)
+    assert config.compiler() == str(tmp_path / "g++")
+    assert load(build(ANSWER, name="relative", isa="portable")).answer() == 41
+
+
 def test_without_any_compiler_the_error_offers_both_remedies(folder, no_package):
     with pytest.raises(BuildError) as caught:
         build(ANSWER, name="conv1", isa="portable")
