@@ -7,6 +7,7 @@ Other modules import these names from here, so that a new release of PyTorch nee
 from __future__ import annotations
 
 import importlib
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -64,6 +65,7 @@ __all__ = [
     "traced_conditions",
     "uncompared_masks",
     "unset_fake_temporarily",
+    "version_of",
     "without_current_function_mode",
     "without_global_hooks",
 ]
@@ -78,6 +80,8 @@ __all__ = [
 # - TorchDispatchMode records the operations on constants during training. Without it, quantization-aware training
 #   does not work.
 
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Returns how many in-place updates of a tensor PyTorch has counted. Without it, compare contents."""
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Context without ``__torch_function__``, modes included. Without it, eager mode would intercept its own operations."""
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass

@@ -13,14 +13,14 @@ from intaglio import errors
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.eager.call_log import Intercepted, calls
 from intaglio.eager.coverage_report import assert_int8, attach_view, clipping, coverage
-from intaglio.eager.model_copies import copy_without_attachments
+from intaglio.eager.model_copies import copy_without_attachments, restoring_state
 from intaglio.eager.quantization_state import AutoQuantizationState, attach, has_states_as_children, session_of
 from intaglio.eager.recording.replay import without_extra_results
 from intaglio.eager.run_trace import float_copy
 from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
 from intaglio.eager.segments.fused_operators import fused_groups
 from intaglio.eager.segments.segment import Segment
-from intaglio.eager.session import Session, restoring_state
+from intaglio.eager.session import Session
 from intaglio.eager.torchscript import scriptable
 from intaglio.errors import CalibrationError, CaptureError, InputError
 from intaglio.quant.qdq.convert import Reference

@@ -95,7 +95,7 @@ class NotebookView(Attachment):
     def __call__(self) -> str:
         """Return the recordings, and the coverage of a converted model, as HTML."""
         session = self.session
-        session.resume()
+        session.refresh()
         rows, more = shortened([_recording_row(*entry) for entry in enumerate(session.segments)], "recordings")
         columns = ("recording", "from", "runs in", "operators", "sites")
         shown = element("p", repr(self)) + html_table(columns, rows, more, text=3)
@@ -103,7 +103,7 @@ class NotebookView(Attachment):
 
     def __repr__(self) -> str:
         session = self.session
-        session.resume()
+        session.refresh()
         count = len(session.segments)
         recordings = f"{count} recording{'s' * (count != 1)}"
         name = type(session.model).__name__

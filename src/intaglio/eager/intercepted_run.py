@@ -61,8 +61,8 @@ def call_intercepted(
     session: Session, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run the session's model, or its module at `path` if that is called directly, with operators intercepted."""
-    if session.stored is not None:
-        session.resume()
+    if session.stored is not None or session.held.notices_change():
+        session.refresh()
     run, outer = (current.make or InterceptedRun)(session, path), current.run
     if outer is not None:
         with DisableTorchFunction():
@@ -86,6 +86,7 @@ def call_intercepted(
             return result
     finally:
         current.run = outer
+        session.note_own_changes()
 
 
 class InterceptedRun(InterceptionMode):

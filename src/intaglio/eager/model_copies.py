@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -10,7 +11,14 @@ from torch import nn
 
 from intaglio.eager.recording.module_kinds import ids_inside_operators
 from intaglio.runtime import QuantizedModel
-from intaglio.torch_private import call_hooks, load_state_dict_pre_hooks, state_dict_hooks, submodules_of
+from intaglio.torch_private import (
+    buffers_of,
+    call_hooks,
+    load_state_dict_pre_hooks,
+    parameters_of,
+    state_dict_hooks,
+    submodules_of,
+)
 from intaglio.tracing.copies.copy_model import copy_model
 
 
@@ -36,7 +44,8 @@ def copy_without_attachments(model: nn.Module, tensors: dict[int, torch.Tensor] 
     given: dict[int, Any] = dict(tensors or {})
     for attributes in _attached(model):
         given.update({id(value): NO_ATTRIBUTE for value in attributes.values() if isinstance(value, Attachment)})
-    copied = copy_model(model, given)
+    with torch.inference_mode(False):  # copies of inference tensors count their updates
+        copied = copy_model(model, given)
     for attributes in _attached(copied):
         for name in [name for name, value in attributes.items() if value is NO_ATTRIBUTE]:
             del attributes[name]
@@ -110,3 +119,22 @@ def _attached(model: nn.Module) -> Iterator[dict[Any, Any]]:
         if id(module) not in others:
             yield from (vars(module), state_dict_hooks(module), load_state_dict_pre_hooks(module))
             yield submodules_of(module)
+
+
+@contextlib.contextmanager
+def restoring_state(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes, submodules and buffers of all modules after the `with` block."""
+    tables = [
+        (table, dict(table))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for table in (vars(module), buffers_of(module), parameters_of(module), submodules_of(module))
+    ]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    for table, before in tables:
+        table.clear()
+        table.update(before)
+    for buffer, numbers in buffers:
+        if not torch.equal(buffer, numbers):
+            buffer.copy_(numbers)

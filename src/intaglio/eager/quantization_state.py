@@ -36,8 +36,11 @@ class AutoQuantizationState(nn.Module, Attachment):
 
     @property
     def session(self) -> Session:
-        """Return the session that all modules of the model share, with its graphs built."""
-        self._session.resume()
+        """Return the session that all modules of the model share, with its graphs built from the tensors of now."""
+        if current.run is None:
+            self._session.refresh()
+        else:
+            self._session.resume()
         return self._session
 
     def _seen(self) -> list[SeenRecording]:

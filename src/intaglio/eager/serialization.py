@@ -50,6 +50,11 @@ class SerializedSession:
     recordings: tuple[Recording, ...]
     entries: Mapping[str, Entry]
 
+    def with_other_weights(self) -> SerializedSession:
+        """Return the same recordings for weights that differ from those that they were calibrated with."""
+        own = {name: {**entry, "weights": ""} for name, entry in self.entries.items() if name != FLOW_ENTRY}
+        return replace(self, entries={**self.entries, **own})
+
 
 # -- store ------------------------------------------------------------------------------------------------------------
 

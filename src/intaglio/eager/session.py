@@ -17,6 +17,8 @@ from intaglio.eager.model_copies import own_modules, plain_copy
 from intaglio.eager.recording.call_structure import CallStructure, call_structure
 from intaglio.eager.recording.events import Event, operator_name, place_of, tensors
 from intaglio.eager.recording.recorder import Recorder, Recording, source_line, without_folder
+from intaglio.eager.recording.tensor_changes import model_tensors
+from intaglio.eager.segments.held_tensors import HeldTensors, listed
 from intaglio.eager.segments.qtensor import plain_results
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.segments.trace_frame import TraceFrame
@@ -26,7 +28,7 @@ from intaglio.errors import CaptureError, InputError, UnsupportedError
 from intaglio.quant.annotate.refusals import remedy_of_reasons
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime.reports.clipping import ClippingMonitor, ClippingPolicy
-from intaglio.torch_private import buffers_of, parameters_of, storage_key, submodules_of
+from intaglio.torch_private import storage_key
 
 logger = logging.getLogger("intaglio")
 
@@ -56,8 +58,8 @@ class Session:
         """Reset the session to one without recordings, with the tensors that the model has now."""
         self.origin, self.runs = plain_copy(self.model, self.leaf_classes), 0
         self.segments: list[Segment] = []
-        self.model_tensors = dict(_tensors_of(self.model))
-        self.path_of_id = {id(tensor): path for path, tensor in self.model_tensors.items()}
+        self.model_tensors = model_tensors(self.model)
+        self.path_of_id = {id(tensor): path for path, tensor in reversed(self.model_tensors.items())}
         self.index: dict[Any, list[tuple[Segment, Event]]] = {}
         self.successors: dict[Any, list[tuple[Segment, int]]] = {}
         self.transitions: set[tuple[Any, Any]] = set()
@@ -74,13 +76,16 @@ class Session:
         self.modules = own_modules(self.model)
         self.float_operators: set[Any] = set()
         self.warned: set[Any] = set()
+        self.held = HeldTensors(self.model, self.model_tensors, self.segments)
 
     # -- serialization and copies ---------------------------------------------------------------------------------
 
     def serialized_state(self) -> SerializedSession:
         """Return the serializable state: recordings and their entries, without graphs."""
         with self.lock:
-            return store(self) if self.stored is None else self.stored
+            if self.stored is not None:
+                return self.stored
+            return store(self).with_other_weights() if self.held.changed_between_calls() else store(self)
 
     def suspend(self, stored: SerializedSession) -> None:
         """Replace the graphs by their serialized state; the next call rebuilds them."""
@@ -93,6 +98,25 @@ class Session:
                 self._reset()
                 restore(self, self.stored)
                 self.stored = None
+                self.held.watch(self.is_recording)
+
+    def refresh(self) -> None:
+        """Rebuild the graphs if the session is suspended, or if tensors that they hold have changed between calls."""
+        with self.lock:
+            if self.stored is None and (changed := self.held.changed_between_calls()):
+                logger.warning("%s changed; the graphs of the model are built again", listed(changed))
+                self.suspend(self.serialized_state())
+            self.resume()
+
+    def note_own_changes(self) -> None:
+        """Disable recordings that hold tensors which the call that ends has changed itself."""
+        if self.held.is_settled or self.stored is not None:
+            return
+        with self.lock, without_interception():
+            found = self.held.end_call()
+            if found is not None and found.outdated:
+                self._disable(found.outdated, found.names)
+                self.float_operators.update(found.layers)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "quantizer", "strict", "leaf_classes", "is_recording")
@@ -168,6 +192,11 @@ class Session:
             self.path_of_id.pop(id(tensor), None)
         followed = [segment for segment in self.segments if segment.refused is None]
         disabled = [segment for segment in followed if not changed.keys().isdisjoint(segment.constants)]
+        self._disable(disabled, list(changed))
+        return bool(disabled)
+
+    def _disable(self, disabled: Sequence[Segment], changed: Sequence[str]) -> None:
+        """Run the operators of these segments in float from now on, because the model writes to their constants."""
         for segment in disabled:
             segment.refused = f"the model writes to {', '.join(changed)}"
             if not self.is_recording:
@@ -176,7 +205,6 @@ class Session:
                 )
         for key, entries in list(self.index.items()):
             self.index[key] = [entry for entry in entries if entry[0] not in disabled]
-        return bool(disabled)
 
     def note_transition(self, before: Event | None, after: Event | None, at: TraceFrame | None) -> None:
         """Note that operator `after` follows `before`; None is the beginning or end of a call.
@@ -237,6 +265,7 @@ class Session:
         for place, ends in before.successors.items():
             key = None if place is None else (pairs[place[0]], place[1])
             self.successors[key] = [(pairs[segment], index) for segment, index in ends]
+        self.held.watch(self.is_recording)
 
     def check_quantized(self) -> None:
         """Log which recordings stay in float because they cannot be captured.
@@ -368,31 +397,3 @@ def _sizes(given: Any) -> str:
     """Format data types and shapes of tensors for a message."""
     shapes = [(t.dtype, "[nested]" if t.is_nested else list(t.shape)) for t in tensors(given)]
     return ", ".join(f"{str(dtype).removeprefix('torch.')}{shape}" for dtype, shape in shapes)
-
-
-@contextlib.contextmanager
-def restoring_state(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes, submodules and buffers of all modules after the `with` block."""
-    tables = [
-        (table, dict(table))
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-        for table in (vars(module), buffers_of(module), parameters_of(module), submodules_of(module))
-    ]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    for table, before in tables:
-        table.clear()
-        table.update(before)
-    for buffer, numbers in buffers:
-        if not torch.equal(buffer, numbers):
-            buffer.copy_(numbers)
-
-
-def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return parameters, buffers and other tensor attributes of modules with their dotted names."""
-    found = [*model.named_parameters(), *model.named_buffers()]
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        found += [(prefix + name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
-    return found

@@ -25,6 +25,7 @@ from intaglio.eager.recording.events import (
 )
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.replay import example_of, replay, without_recorded_outputs
+from intaglio.eager.recording.tensor_changes import model_tensors
 from intaglio.eager.recording.torch_functions import is_factory
 from intaglio.eager.recording.value_mapping import map_values
 from intaglio.eager.segments.graph_parts import GraphPart, UnavailableError, extract_part, has_integers
@@ -138,10 +139,13 @@ class Segment:
     def constants(self) -> frozenset[str]:
         """Return the names of the model's tensors that the operators read."""
         specs = (leaf for event in self.events for leaf in leaves((event.args, event.kwargs)))
+        return self.constants_inside | {leaf.path for leaf in specs if isinstance(leaf, ModelTensor)}
+
+    @cached_property
+    def constants_inside(self) -> frozenset[str]:
+        """Return the names of the tensors of leaf modules, which recorded operands do not mention."""
         modules = tuple(f"{event.path}." if event.path else "" for event in self.events if event.function is None)
-        names = {path for path, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
-        read = {leaf.path for leaf in specs if isinstance(leaf, ModelTensor)}
-        return frozenset(read | {name for name in names if name.startswith(modules)})
+        return frozenset(name for name in model_tensors(self.model) if name.startswith(modules))
 
     @cached_property
     def constant_values(self) -> frozenset[int]:
