@@ -22,9 +22,9 @@ from intaglio.eager.recording.events import (
     tensors,
 )
 from intaglio.eager.recording.float_calls import batch_of, counted
-from intaglio.eager.recording.random_operators import watched_generator
 from intaglio.eager.recording.recorder import MAX_UNROLLED, Recorder, source_line, without_folder
 from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, is_uninitialized, plain_name, works_in_place
+from intaglio.eager.recording.unrecordable_operators import OperatorWatch
 from intaglio.eager.segments.inplace import is_private, isolate_written, update_shapes, written_tensors
 from intaglio.eager.segments.qtensor import QTensor, plain
 from intaglio.eager.segments.trace_frame import TraceFrame, make_plain
@@ -99,6 +99,7 @@ class InterceptedRun(InterceptionMode):
         recorder: Recorder of new operators, or None while a segment is followed.
         frames: All frames with values that may still be read.
         last_operator: Operator that ran before those of `frame` and `recorder`.
+        free_axes: Axes of tensors, by id, whose sizes are other ones in each call.
     """
 
     def __init__(self, session: Session, path: str) -> None:
@@ -112,6 +113,7 @@ class InterceptedRun(InterceptionMode):
         self.calls: dict[str, int] = {path: 1}
         self.module_stack: list[str] = [path]
         self.batch = 1
+        self.free_axes: dict[int, tuple[torch.Tensor, set[int]]] = {}
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class InterceptedRun(InterceptionMode):
         if session.is_recording:
             self.batch = batch_of((args, kwargs))
         if session.is_recording and not session.segments:
-            self.recorder = Recorder(session.path_of_id)
+            self.recorder = Recorder(session.path_of_id, self.free_axes)
             with DisableTorchFunction():
                 self.recorder.begin(args, kwargs)
         elif session.segments and session.segments[0].refused is None and self.entry == "":
@@ -311,7 +313,7 @@ class InterceptedRun(InterceptionMode):
         in_place = works_in_place(func, kwargs) if func is not None else self._is_in_place_leaf(path)
         real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)
         if session.is_recording and not known_float and recorder is None:
-            recorder = Recorder(session.path_of_id)
+            recorder = Recorder(session.path_of_id, self.free_axes)
         if recorder is None or known_float or not recorder.can_record(real, kwargs, in_place):
             reason = self._reason_for_float(
                 func, path, known_float, in_place or "out" in kwargs, tensors((args, kwargs))
@@ -330,14 +332,15 @@ class InterceptedRun(InterceptionMode):
                 session.report_unrecorded(func, path, self.frame, (args, kwargs))
             return result
         given = recorder.arguments(real, options)
-        with watched_generator(options) as drew_numbers:
+        with OperatorWatch(options) as watch:
             result = compute(*real, **options)
         unrecorded = is_uninitialized(func) and place_of(path, func, source_line()) in session.unrecorded
         if unrecorded and self.recorder is None:
             return result
-        if drew_numbers():
+        if watch.reason:
             session.report_unrecorded(func, path, self.frame, (args, kwargs))
-            self._reporting(func, path, "it draws random numbers", lambda: None)()
+            self._reporting(func, path, watch.reason, lambda: None)()
+            self.free_axes.update({id(tensor): (tensor, watch.axes) for tensor in tensors(result)})
             self._exclude(tensors((real, options)), real[0] if in_place else None, recorder)
             return result
         if self.recorder is None:

@@ -44,7 +44,8 @@ def capture(
         example_kwargs: keyword arguments (default: none).
         dynamic_shapes: shapes in the format of torch.export, which replace all automatic choices (default: the batch
             and the length of token ids are dynamic).
-        free: leaf of the call -> axes that should be dynamic besides the batch and the length of token ids.
+        free: leaf of the call -> axes that should be dynamic besides the batch and the length of token ids. With
+            an empty set for a leaf, only its batch is.
         train: capture the model in training mode.
         copies_parameters: whether the captured model has parameters of its own. Without them it takes less memory, but
             changes to the model's parameters change it, too.

@@ -276,8 +276,12 @@ def _lengths(leaves: Sequence[Any]) -> list[list[bool]]:
 
 
 def _free(lengths: Sequence[bool], free: Mapping[int, Collection[int]]) -> list[tuple[int, ...]]:
-    """Return the axes of each leaf that should be dynamic: the first, the second of `lengths`, and those in `free`."""
-    return [(0, *((1,) if found else ()), *free.get(index, ())) for index, found in enumerate(lengths)]
+    """Return the axes of each leaf that should be dynamic: the first, the second of `lengths`, and those in `free`.
+
+    If `free` has no axis for a leaf, only the first is dynamic.
+    """
+    named = [found and (index not in free or len(free[index]) > 0) for index, found in enumerate(lengths)]
+    return [(0, *((1,) if found else ()), *free.get(index, ())) for index, found in enumerate(named)]
 
 
 def _fixed_lengths(

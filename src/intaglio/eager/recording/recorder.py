@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -73,9 +73,14 @@ class Recording:
 class Recorder:
     """Builds a `Recording` while the model runs in float, and identifies tensors by object identity."""
 
-    def __init__(self, known: dict[int, str]) -> None:
-        """Begin a recording; `known` holds the dotted name of each tensor of the model, by id."""
-        self.recording, self.known = Recording(), known
+    def __init__(self, known: dict[int, str], free_axes: Mapping[int, tuple[torch.Tensor, set[int]]]) -> None:
+        """Begin a recording.
+
+        Args:
+            known: Dotted name of each tensor of the model, by id.
+            free_axes: Tensors, by id, with the axes in which calls have other sizes if they are inputs.
+        """
+        self.recording, self.known, self.free_axes = Recording(), known, free_axes
         self.slots: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []  # keeps tensors alive, so that ids are not reused
         self.last_read = -1
@@ -151,7 +156,11 @@ class Recorder:
         """Return the number of a tensor. A tensor that is seen for the first time becomes an input."""
         if id(tensor) not in self.slots:
             self._keep_unread_values()
-            self.recording.inputs[self._new_value(tensor)] = tensor
+            number = self._new_value(tensor)
+            self.recording.inputs[number] = tensor
+            if id(tensor) in self.free_axes:
+                axes = self.free_axes[id(tensor)][1]
+                self.recording.inputs[number], self.recording.free[number] = _not_empty(tensor, axes), set(axes)
         return self.slots[id(tensor)]
 
     def _keep_unread_values(self) -> None:
@@ -297,6 +306,12 @@ class Recorder:
             if base is not None and id(tensor) not in same and id(tensor) in self.slots:
                 found.append((self.slots[id(tensor)], self._leaf(base)))
         return tuple(found)
+
+
+def _not_empty(tensor: torch.Tensor, free_axes: set[int]) -> torch.Tensor:
+    """Return zeros of size 2 where the first axis or one of these has the size 0, which torch.export would fix."""
+    size = [2 if not n and axis in {0, *free_axes} else n for axis, n in enumerate(tensor.shape)]
+    return tensor if size == list(tensor.shape) else tensor.new_zeros(size)
 
 
 def _alive(tensor: torch.Tensor) -> bool:

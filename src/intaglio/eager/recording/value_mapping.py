@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -32,8 +33,9 @@ def map_values(
     Returns:
         Name of the node of `after` by value number, for values that `after` still holds.
     """
-    probes = [_values(before, sample, set(nodes.values())) for sample in _samples(inputs)]
-    others = [_values(after, sample) for sample in _samples(inputs)]
+    samples = [list(inputs), _other_inputs(before, inputs)]
+    probes = [_values(before, sample, set(nodes.values())) for sample in samples]
+    others = [_values(after, sample) for sample in samples]
     alike: dict[Any, list[str]] = {}
     for name, value in others[0].items():
         alike.setdefault((value.shape, value.dtype), []).append(name)
@@ -65,10 +67,24 @@ def _similar(a: tuple[float, float], b: tuple[float, float]) -> bool:
     return not (abs(a[0] - b[0]) > limit or abs(a[1] - b[1]) > limit)
 
 
-def _samples(inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _other_inputs(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return random inputs, and the given ones where the graph fails for random ones."""
     generator = torch.Generator().manual_seed(0)
     other = [torch.randn(x.shape, generator=generator).to(x.dtype) if x.is_floating_point() else x for x in inputs]
-    return [list(inputs), other]
+    if _runs(module, other):
+        return other
+    found = list(inputs)
+    for index, value in enumerate(other):
+        if _runs(module, [*found[:index], value, *found[index + 1 :]]):
+            found[index] = value
+    return found
+
+
+def _runs(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+    with contextlib.suppress(RuntimeError, IndexError, ValueError), torch.no_grad():
+        fx.Interpreter(module).run(*inputs)
+        return True
+    return False
 
 
 class _RecordedNodeValues(fx.Interpreter):

@@ -93,7 +93,7 @@ def _recomputed_views(frame: TraceFrame, group: Sequence[int | str]) -> dict[int
     found: dict[int, torch.Tensor] = {}
     if isinstance(root, int):
         base = frame.operand(root)
-        if root not in frame.bound and _is_shared(frame, base, group):
+        if root not in frame.bound and (_belongs_to_graph(frame, root, base) or _is_shared(frame, base, group)):
             base = base.clone()
         found[root] = base
     for event in frame.events[: frame.next]:
@@ -107,6 +107,13 @@ def _recomputed_views(frame: TraceFrame, group: Sequence[int | str]) -> dict[int
             }
             found.update({number: made[RecordedTensor(number)] for number in views})
     return found
+
+
+def _belongs_to_graph(frame: TraceFrame, number: int, value: torch.Tensor) -> bool:
+    """Return whether a value may be a constant of the graph, or a number that is expanded to many elements."""
+    return number in frame.segment.constant_values or any(
+        size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
 
 
 def _is_shared(frame: TraceFrame, base: torch.Tensor, group: Sequence[int | str]) -> bool:
