@@ -20,6 +20,7 @@ from intaglio.eager.run_trace import float_copy
 from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
 from intaglio.eager.segments.fused_operators import fused_groups
 from intaglio.eager.segments.segment import Segment
+from intaglio.eager.segments.selector_checks import check_selectors
 from intaglio.eager.session import Session
 from intaglio.eager.torchscript import scriptable
 from intaglio.errors import CalibrationError, CaptureError, InputError
@@ -72,6 +73,10 @@ def prepare(
         as_children: Whether the state of a module is a submodule of it, here and in the converted model, so that
             `named_modules` and the printed model show it. Containers such as `nn.Sequential` keep theirs as an
             attribute, because code that iterates over one would take it for a layer.
+
+    Raises:
+        SelectorError: A selector of the recipe matches no module and no operator of the example call. `convert` checks
+            selectors of operators (`op:`), which may run in later calls.
     """
     refuse_other_train(model)
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
@@ -82,6 +87,7 @@ def prepare(
     attach_view(session)
     with restoring_state(prepared):
         _run_example(prepared, model, args, example_kwargs or {})
+    check_selectors(quantizer.recipe, prepared, session.segments, is_complete=False)
     for segment in session.segments:
         segment.clear_statistics()
     session.runs = 0
@@ -142,6 +148,7 @@ def convert(
 
     Raises:
         CalibrationError: The model has neither statistics nor parameters.
+        SelectorError: A selector of the recipe matches neither an operator that ran nor a module.
         UnsupportedError: No operator can be quantized, or the model is strict and a recording stays in float because it
             cannot be captured.
         InputError: The number of parameter sets differs from the number of recordings.
@@ -150,6 +157,7 @@ def convert(
     if not before.is_recording:
         problem, remedy = "the model is converted already", "call it, or call eager.rewrite(converted) for its graph"
         raise InputError("convert", None, problem, remedy=remedy)
+    check_selectors(before.quantizer.recipe, prepared, before.segments, is_complete=True)
     given = _given(before, parameters)
     converted = copy_without_attachments(prepared)
     session = Session(converted, before.quantizer, strict, before.leaf_classes)

@@ -19,7 +19,7 @@ from intaglio.eager.session import Session
 from intaglio.errors import InputError, UnsupportedError
 from intaglio.formatting.html_text import element, html_table, shortened
 from intaglio.lower import Lowered, requantize
-from intaglio.quant.calibrate.prepare import annotate
+from intaglio.quant.calibrate.prepare import annotate, with_selectors_of
 from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import Coverage, FloatPart
 from intaglio.runtime.reports.clipping import Clipping
@@ -145,7 +145,7 @@ def _lowered(segment: Segment) -> Lowered | None:
 def _of_segment(segment: Segment) -> Coverage:
     """Return the coverage of a recording that runs in float."""
     if isinstance(segment.error, UnsupportedError):
-        skips = annotate(segment.captured, segment.quantizer).skipped
+        skips = annotate(segment.captured, with_selectors_of(segment.quantizer, segment.captured)).skipped
         found = tuple(FloatPart(s.origin.path, s.origin.operator, s.reason, s.macs, s.origin.source) for s in skips)
     else:
         reason = str(segment.refused) if segment.error is None else segment.error.problem

@@ -35,7 +35,7 @@ from intaglio.fxgraph.node_info import known_type
 from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE
 from intaglio.ir import Input, Output, evaluate
 from intaglio.lower import requantize
-from intaglio.quant.calibrate.prepare import Prepared, prepare
+from intaglio.quant.calibrate.prepare import Prepared, prepare, with_selectors_of
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.integer_regions import keep_regions
@@ -88,7 +88,7 @@ class Segment:
         recording = self.recording
         try:
             self.captured, nodes, self.shapes = without_recorded_outputs(replay(recording, self.model), recording)
-            self.prepared = prepare(self.captured, self.quantizer)
+            self.prepared = prepare(self.captured, with_selectors_of(self.quantizer, self.captured))
         except (CaptureError, UnsupportedError) as error:
             self.refused, self.error = str(error), error
             return
