@@ -15,16 +15,16 @@ from intaglio.eager.interception import InterceptionMode, without_interception
 from intaglio.eager.recording.call_structure import nesting_checked
 from intaglio.eager.recording.events import (
     Event,
-    RecordedSize,
     fill,
     operator_or_class,
     place_of,
     tensors,
+    with_origins,
 )
 from intaglio.eager.recording.float_calls import batch_of, counted
 from intaglio.eager.recording.recorder import MAX_UNROLLED, Recorder, source_line, without_folder
 from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, is_uninitialized, plain_name, works_in_place
-from intaglio.eager.recording.unrecordable_operators import OperatorWatch
+from intaglio.eager.recording.unrecordable_operators import OperatorWatch, reason_of_packing
 from intaglio.eager.segments.inplace import is_private, isolate_written, update_shapes, written_tensors
 from intaglio.eager.segments.qtensor import QTensor, plain
 from intaglio.eager.segments.trace_frame import TraceFrame, make_plain
@@ -238,7 +238,7 @@ class InterceptedRun(InterceptionMode):
         """Answer a metadata query about a tensor without computing its contents."""
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return result if self.recorder is None else _with_origins(plain_name(func), args, result)
+        return result if self.recorder is None else with_origins(plain_name(func), args, result)
 
     def _find_or_record(
         self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
@@ -331,8 +331,9 @@ class InterceptedRun(InterceptionMode):
             if not known_float and tensors(result):
                 session.report_unrecorded(func, path, self.frame, (args, kwargs))
             return result
-        given = recorder.arguments(real, options)
-        with OperatorWatch(options) as watch:
+        given, reason = recorder.arguments(real, options), reason_of_packing(func, real, options)
+        compute = self._reporting(func, path, reason, compute)
+        with OperatorWatch(options, reason) as watch:
             result = compute(*real, **options)
         unrecorded = is_uninitialized(func) and place_of(path, func, source_line()) in session.unrecorded
         if unrecorded and self.recorder is None:
@@ -340,9 +341,8 @@ class InterceptedRun(InterceptionMode):
         if watch.reason:
             session.report_unrecorded(func, path, self.frame, (args, kwargs))
             self._reporting(func, path, watch.reason, lambda: None)()
-            self.free_axes.update({id(tensor): (tensor, watch.axes) for tensor in tensors(result)})
             self._exclude(tensors((real, options)), real[0] if in_place else None, recorder)
-            return result
+            return self._with_free_axes(result, watch.axes)
         if self.recorder is None:
             self.last_operator, self.frame, self.recorder = self.last_recorded, None, recorder
         if not tensors(result) and not in_place:
@@ -352,6 +352,11 @@ class InterceptedRun(InterceptionMode):
         event = recorder.record(func, path, self.calls.get(owner, 1) - 1, given, real, options, result, in_place)
         if event.index == 0:
             self._note_transition(self.last_operator, event, None)
+        return result
+
+    def _with_free_axes(self, result: Any, axes: set[int]) -> Any:
+        """Return a result whose first axis and these axes have another size in each call."""
+        self.free_axes.update({id(tensor): (tensor, axes) for tensor in tensors(result)})
         return result
 
     def _exclude(self, read: list[torch.Tensor], changed: torch.Tensor | None, recorder: Recorder | None) -> None:
@@ -385,12 +390,3 @@ class InterceptedRun(InterceptionMode):
                 segment = self.session.add_recording(recorder.recording)
             if segment.refused is None:
                 self.last_operator = recorder.recording.events[-1]
-
-
-def _with_origins(name: str, args: tuple[Any, ...], result: Any) -> Any:
-    """Wrap sizes in `RecordedSize`, which remembers the tensor and axis they come from."""
-    if name in ("shape", "size") and isinstance(result, tuple):
-        return tuple(RecordedSize.of(size, "size", args[0], axis) for axis, size in enumerate(result))
-    if name == "size" and len(args) > 1:
-        return RecordedSize.of(result, "size", args[0], args[1])
-    return RecordedSize.of(result, "size", args[0], 0) if name == "__len__" else result

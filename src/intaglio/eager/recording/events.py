@@ -97,6 +97,15 @@ for _name in SIZE_OPERATORS:
     setattr(RecordedSize, f"__r{_name}__", _arithmetic(_name, True))
 
 
+def with_origins(name: str, args: tuple[Any, ...], result: Any) -> Any:
+    """Wrap sizes in `RecordedSize`, which remembers the tensor and axis they come from."""
+    if name in ("shape", "size") and isinstance(result, tuple):
+        return tuple(RecordedSize.of(size, "size", args[0], axis) for axis, size in enumerate(result))
+    if name == "size" and len(args) > 1:
+        return RecordedSize.of(result, "size", args[0], args[1])
+    return RecordedSize.of(result, "size", args[0], 0) if name == "__len__" else result
+
+
 @dataclass(eq=False)
 class Event:
     """One operator of a recording.

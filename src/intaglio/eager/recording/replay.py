@@ -19,7 +19,7 @@ from torch import fx, nn
 from intaglio.eager.model_copies import runs_global_hooks
 from intaglio.eager.recording.events import Event, ModelTensor, RecordedTensor, SizeExpression, leaves, model_tensor
 from intaglio.eager.recording.recorder import Recording
-from intaglio.eager.recording.torch_functions import out_of_place, plain_name
+from intaglio.eager.recording.torch_functions import initialized, out_of_place, plain_name
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import known_type, origin, update_info
 from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE, before_cast
@@ -159,7 +159,7 @@ class _Writer:
 
     def _function(self, function: Callable[..., Any]) -> str:
         stem = sanitized(plain_name(function)).strip("_") or "function"
-        return self._unique_name(stem, function)
+        return self._unique_name(stem, initialized(function))
 
     def _unique_name(self, stem: str, thing: Any) -> str:
         for index in itertools.count():

@@ -96,6 +96,12 @@ def is_uninitialized(function: Callable[..., Any] | None) -> bool:
     return function is not None and plain_name(function).removeprefix("new_").startswith("empty")
 
 
+def initialized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that fills with zeros what this one leaves uninitialized, so that a graph can be compared."""
+    zeros: dict[str, Callable[..., Any]] = {"empty_like": torch.zeros_like, "new_empty": torch.Tensor.new_zeros}
+    return zeros.get(plain_name(function), function)
+
+
 def out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the function of the usual name that computes the same out of place, or None if PyTorch lacks it."""
     name = plain_name(function)

@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils.rnn import PackedSequence
 
 from intaglio.eager.recording.events import tensors
+from intaglio.eager.recording.torch_functions import plain_name
 from intaglio.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode
 
 RANDOM = "it draws random numbers"
 SIZE_OF_VALUES = "a size in it depends on the values of a tensor"
+TAKES_PACKED = "it takes a packed sequence, which torch.export cannot trace"
+PACKING = ("_pack_padded_sequence", "_pad_packed_sequence")
+"""Functions between padded and packed sequences, which have sizes of their own for lengths."""
 INDEXING = "aten.index.Tensor"
 INDEXED_UPDATES = ("aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default")
 
@@ -24,19 +29,25 @@ class OperatorWatch(TorchDispatchMode):
         axes: Axes of the result, besides the first, whose sizes depend on values.
     """
 
-    def __init__(self, kwargs: Mapping[str, Any]) -> None:
-        """Begin to watch; `kwargs` are the keyword arguments of the operator, which may name a generator of its own."""
+    def __init__(self, kwargs: Mapping[str, Any], known_reason: str) -> None:
+        """Begin to watch.
+
+        Args:
+            kwargs: Keyword arguments of the operator, which may name a generator of its own.
+            known_reason: Reason that is known before the operator runs, or an empty text.
+        """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
         self._before = torch.get_rng_state()
         self._has_generator = isinstance(kwargs.get("generator"), torch.Generator)
-        self._depends, self.axes = False, set[int]()
+        self._known_reason = known_reason
+        self._depends, self.axes = False, {1} if known_reason else set[int]()
 
     @property
     def reason(self) -> str:
         """Return the reason, once the block has ended; an empty text if a recording can contain the operator."""
         if self._has_generator or not torch.equal(self._before, torch.get_rng_state()):
             return RANDOM
-        return SIZE_OF_VALUES if self._depends else ""
+        return self._known_reason or (SIZE_OF_VALUES if self._depends else "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -56,6 +67,13 @@ class OperatorWatch(TorchDispatchMode):
         if operator.namespace in ("aten", "prims"):
             return torch.Tag.dynamic_output_shape in operator.tags
         return _has_unknown_size(operator, args, kwargs)
+
+
+def reason_of_packing(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return why no recording can contain an operator on packed sequences; an empty text for other operators."""
+    if function is not None and plain_name(function) in PACKING:
+        return SIZE_OF_VALUES
+    return TAKES_PACKED if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())) else ""
 
 
 def _is_mask(value: Any) -> bool:
