@@ -13,17 +13,16 @@ from torch import nn
 
 from intaglio.eager.interception import InterceptionMode, without_interception
 from intaglio.eager.recording.call_structure import nesting_checked
-from intaglio.eager.recording.events import (
-    Event,
-    fill,
-    operator_or_class,
-    place_of,
-    tensors,
-    with_origins,
-)
+from intaglio.eager.recording.events import Event, fill, operator_or_class, place_of, tensors, with_origins
 from intaglio.eager.recording.float_calls import batch_of, counted
 from intaglio.eager.recording.recorder import MAX_UNROLLED, Recorder, source_line, without_folder
-from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, is_uninitialized, plain_name, works_in_place
+from intaglio.eager.recording.torch_functions import (
+    METADATA_FUNCTIONS,
+    is_uninitialized,
+    plain_name,
+    takes_numbers,
+    works_in_place,
+)
 from intaglio.eager.recording.unrecordable_operators import OperatorWatch, reason_of_packing
 from intaglio.eager.segments.inplace import is_private, isolate_written, update_shapes, written_tensors
 from intaglio.eager.segments.qtensor import QTensor, plain
@@ -335,8 +334,7 @@ class InterceptedRun(InterceptionMode):
         compute = self._reporting(func, path, reason, compute)
         with OperatorWatch(options, reason) as watch:
             result = compute(*real, **options)
-        unrecorded = is_uninitialized(func) and place_of(path, func, source_line()) in session.unrecorded
-        if unrecorded and self.recorder is None:
+        if self._was_left_out(func, path):
             return result
         if watch.reason:
             session.report_unrecorded(func, path, self.frame, (args, kwargs))
@@ -353,6 +351,11 @@ class InterceptedRun(InterceptionMode):
         if event.index == 0:
             self._note_transition(self.last_operator, event, None)
         return result
+
+    def _was_left_out(self, func: Any, path: str) -> bool:
+        """Return whether an operator that reads no tensor left a recording, whose input its result is."""
+        allocates = is_uninitialized(func) and self.recorder is None
+        return (allocates or takes_numbers(func)) and place_of(path, func, source_line()) in self.session.unrecorded
 
     def _with_free_axes(self, result: Any, axes: set[int]) -> Any:
         """Return a result whose first axis and these axes have another size in each call."""
@@ -385,7 +388,7 @@ class InterceptedRun(InterceptionMode):
         """End the current recording, if any, and make a segment of it."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None and recorder.recording.events:
-            recorder.close()
+            self.session.unrecorded.update(event.place for event in recorder.close())
             with without_interception():
                 segment = self.session.add_recording(recorder.recording)
             if segment.refused is None:

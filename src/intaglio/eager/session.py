@@ -20,12 +20,12 @@ from intaglio.eager.recording.recorder import Recorder, Recording, source_line, 
 from intaglio.eager.recording.tensor_changes import model_tensors
 from intaglio.eager.segments.held_tensors import HeldTensors, listed
 from intaglio.eager.segments.qtensor import plain_results
+from intaglio.eager.segments.refused_models import nothing_quantized_in
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.segments.trace_frame import TraceFrame
 from intaglio.eager.serialization import SerializedSession, restore, store
 from intaglio.eager.snapshot import Snapshot
 from intaglio.errors import CaptureError, InputError, UnsupportedError
-from intaglio.quant.annotate.refusals import remedy_of_reasons
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime.reports.clipping import ClippingMonitor, ClippingPolicy
 from intaglio.torch_private import storage_key
@@ -282,11 +282,7 @@ class Session:
                 logger.warning("%s\n  at %s", what, first.source)
         in_float = all(segment.reference is None or segment.refused is not None for segment in self.segments)
         if in_float and (not self.segments or any(segment.computes for segment in self.segments)):
-            reasons = "; ".join(dict.fromkeys(s.error.problem if s.error else str(s.refused) for s in self.segments))
-            problem = "nothing in it can be quantized" if self.segments else "no operator was recorded"
-            text = reasons if reasons.startswith(problem) else ": ".join(filter(None, (problem, reasons)))
-            remedies = [s.error.remedy for s in self.segments if isinstance(s.error, CaptureError) and s.error.remedy]
-            raise UnsupportedError("model", None, text, remedy=remedies[0] if remedies else remedy_of_reasons(text))
+            raise nothing_quantized_in(self.segments)
 
     def index_operators(self, segment: Segment) -> None:
         """Index the operators of a segment by path and function."""

@@ -21,7 +21,7 @@ from intaglio.eager.recording.events import (
     tensors,
 )
 from intaglio.eager.recording.plain_objects import iterator_inside, tensors_inside
-from intaglio.eager.recording.torch_functions import is_uninitialized
+from intaglio.eager.recording.torch_functions import is_uninitialized, takes_numbers
 from intaglio.torch_private import pytree, storage_key
 
 MAX_UNROLLED = 64
@@ -120,8 +120,13 @@ class Recorder:
         if all(id(entry) in known for entry in entries if isinstance(entry, torch.Tensor)):
             self.recording.results = tree, [self._leaf(entry) for entry in entries]
 
-    def close(self) -> None:
-        """Finish the recording. If it has no result, its results are the values that are still referenced."""
+    def close(self) -> list[Event]:
+        """Finish the recording. If it has no result, its results are the values that are still referenced.
+
+        Returns:
+            The operators that have left the recording, because their results are its inputs.
+        """
+        freed = self._free_numbers()
         made = {number for event in self.recording.events for number in event.outputs}
         alive = dict.fromkeys(self._leaf(t) for t in self.alive if self.slots.get(id(t)) in made and _alive(t))
         if self.recording.results is None:
@@ -138,6 +143,24 @@ class Recorder:
             has_own = any(isinstance(entry, RecordedTensor) for entry in entries)
             entries, tree = pytree.tree_flatten((own, extra) if has_own else extra)
             self.recording.results, self.recording.has_extra_results = (tree, entries), has_own
+        return freed
+
+    def _free_numbers(self) -> list[Event]:
+        """Turn tensors that code makes of numbers of Python into inputs, if the recording reads nothing else.
+
+        Otherwise the numbers of this call would be constants of the graph, and all its results too.
+        """
+        events = self.recording.events
+        written = {number for event in events if event.changed is not None for number in event.inputs[:1]}
+        freed = [event for event in events if takes_numbers(event.function) and not event.inputs]
+        freed = [event for event in freed if event.makes >= 0 and event.makes not in written]
+        if self.recording.inputs or len(freed) == len(events):
+            return []
+        self.recording.inputs.update({event.makes: self.alive[event.makes] for event in freed})
+        events[:] = [event for event in events if event not in freed]
+        for index, event in enumerate(events):
+            event.index = index
+        return freed
 
     def make_input(self, path: str, tensor: torch.Tensor) -> None:
         """Turn a tensor of the model that is about to be written to into an input of the operators recorded so far."""

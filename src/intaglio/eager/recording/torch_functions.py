@@ -96,6 +96,11 @@ def is_uninitialized(function: Callable[..., Any] | None) -> bool:
     return function is not None and plain_name(function).removeprefix("new_").startswith("empty")
 
 
+def takes_numbers(function: Callable[..., Any] | None) -> bool:
+    """Return whether a function makes a tensor of numbers of Python."""
+    return function is not None and plain_name(function) in ("tensor", "as_tensor")
+
+
 def initialized(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that fills with zeros what this one leaves uninitialized, so that a graph can be compared."""
     zeros: dict[str, Callable[..., Any]] = {"empty_like": torch.zeros_like, "new_empty": torch.Tensor.new_zeros}
