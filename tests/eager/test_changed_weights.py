@@ -129,6 +129,13 @@ def test_a_model_of_inference_tensors_is_prepared_with_tensors_that_count_update
     assert not any(tensor.is_inference() for tensor in prepared.parameters())
 
 
+def test_weights_that_cannot_be_quantized_are_logged(caplog) -> None:
+    net = Net().eval()
+    model = eager.convert(calibrated(net)).double()
+    assert torch.equal(model(rows().double()), copy.deepcopy(net).double()(rows().double()))
+    assert any("operators from layer run in float now: " in line for line in warnings_of(caplog))
+
+
 class Tied(nn.Module):
     """Two layers with one weight."""
 

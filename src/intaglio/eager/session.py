@@ -103,10 +103,14 @@ class Session:
     def refresh(self) -> None:
         """Rebuild the graphs if the session is suspended, or if tensors that they hold have changed between calls."""
         with self.lock:
-            if self.stored is None and (changed := self.held.changed_between_calls()):
+            changed = self.held.changed_between_calls() if self.stored is None else []
+            if changed:
                 logger.warning("%s changed; the graphs of the model are built again", listed(changed))
                 self.suspend(self.serialized_state())
             self.resume()
+            for segment in self.segments if changed and not self.is_recording else ():
+                if segment.refused is not None:
+                    logger.warning("operators from %s run in float now: %s", segment.events[0], segment.refused)
 
     def note_own_changes(self) -> None:
         """Disable recordings that hold tensors which the call that ends has changed itself."""
