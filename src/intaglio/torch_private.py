@@ -77,8 +77,7 @@ __all__ = [
 #   `type(...)`.
 # - FakeTensorMode and unset_fake_temporarily run annotators and decompositions without data. Without them, quantizers
 #   of the export flow see no `val`.
-# - TorchDispatchMode records the operations on constants during training. Without it, quantization-aware training
-#   does not work.
+# - TorchDispatchMode records operations on constants during training. Without it, training does not work.
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """Returns how many in-place updates of a tensor PyTorch has counted. Without it, compare contents."""
@@ -301,9 +300,8 @@ def default_store() -> Any:
 def forget_compiled_loops() -> None:
     """Drop the code that PyTorch compiled for its loop operators.
 
-    PyTorch compiles each loop, during an export too. It would reuse the code of an earlier loop for a new one, with the
-    sizes of the earlier loop for dimensions that are dynamic in the new one. Without it, a second capture of a loop has
-    the sizes of the first.
+    PyTorch compiles each loop, during an export too. It would reuse the code of an earlier loop for a new one. Without
+    it, a second capture of a loop has the sizes of the first.
     """
     from torch._dynamo.eval_frame import remove_from_cache
 
@@ -315,20 +313,19 @@ def forget_compiled_loops() -> None:
                     remove_from_cache(code)
 
 
-MATRIX_PRODUCTS = ("einsum", "tensordot", "linalg_multi_dot", "chain_matmul")
-DISTANCES, DIFFERENCE = ("cosine_similarity", "pairwise_distance", "diff"), torch.ops.aten.diff.default
-DECOMPOSED_COMPOSITES = {getattr(torch.ops.aten, name).default for name in (*MATRIX_PRODUCTS, *DISTANCES)}
+PRODUCTS, DIFFERENCE = ("einsum", "tensordot", "linalg_multi_dot", "chain_matmul"), torch.ops.aten.diff.default
+COMPOSITE_NAMES = (*PRODUCTS, "cosine_similarity", "pairwise_distance", "diff")
+DECOMPOSED_COMPOSITES = {getattr(torch.ops.aten, name).default for name in COMPOSITE_NAMES}
 """Operators that PyTorch would preserve, and that are decomposed into operators which layers or loops compute."""
 
 
 def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
     """Return ``program.run_decompositions({})``, which traces the program again, in less time.
 
-    A program whose operators all stay unchanged is not traced again. For other programs PyTorch would set up each of
-    its 600 composite operators, which takes two thirds of the call; here only the operators of the graph are set up. If
-    PyTorch lacks these names, the public function gives the same result.
-
-    Meanwhile the result is a tuple of leaves. Classes of Transformers would put their fields in an order of their own.
+    A program whose operators all stay unchanged is not traced again. For others only the operators of the graph are set
+    up; PyTorch would set up its 600 composite operators, which takes two thirds of the call. If PyTorch lacks these
+    names, the public function gives the same result. Meanwhile the result is a tuple of leaves, because classes of
+    Transformers would put their fields in an order of their own.
     """
     result = program.module_call_graph[0].signature
     if result is None:
