@@ -55,7 +55,7 @@ FOLLOWED_ELSEWHERE = {
     "load it into a model of the same float model and recipe": "runtime/test_copies.py",
     "calibrate with data like that of this call": "runtime/reports/test_clipping.py",
     "calibrate with data for which the model runs these operators": "eager/test_control_flow.py",
-    "pass tensors to the model, or make them of numbers with torch.tensor": "eager/test_numbers_of_python.py",
+    "pass tensors to the model, or make them of numbers with torch.tensor": "eager/recording/test_numbers_of_python.py",
     "pass arguments by their names": "integrations/test_quantized_transformers.py",
     "leave it out, or quantize again with batches that have": "integrations/test_quantized_transformers.py",
     "call intaglio.integrations.transformers.from_pretrained(folder)": "integrations/test_quantized_transformers.py",

@@ -19,7 +19,7 @@ from intaglio.fxgraph.nodes import dim_of_expression
 from intaglio.ir import SizeCondition, evaluate, symbol
 from intaglio.ir.dims import RELATIONS
 from intaglio.tracing.capture_check import has_fixed_sizes
-from intaglio.tracing.sizes.size_conditions import _comparisons, is_model_code, nearest_sizes
+from intaglio.tracing.sizes.size_conditions import comparisons_of, is_model_code, nearest_sizes
 
 AUTO = Dim.AUTO
 FREE_LENGTH = ({0: AUTO, 1: AUTO},)
@@ -183,7 +183,7 @@ RELATION_TYPES = [sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge]
 def test_conditions_hold_where_their_expressions_do(left, right, relation, n, m):
     expression = relation(left, right, evaluate=False)
     try:
-        parts = [SizeCondition(*part) for part in _comparisons(expression, SIZES)]
+        parts = [SizeCondition(*part) for part in comparisons_of(expression, SIZES)]
     except CaptureError:
         assert expression.has(sympy.Min)
         return

@@ -61,7 +61,7 @@ def conditions_of(program: ExportedProgram, sizes: Sizes) -> tuple[SizeCondition
             continue
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
         try:
-            some = [SizeCondition(*parts, where) for parts in _comparisons(expression, sizes)]
+            some = [SizeCondition(*parts, where) for parts in comparisons_of(expression, sizes)]
         except CaptureError:
             named = expression.xreplace({free: type(free)(str(own)) for free, own in sizes.items()})
             problem = f"{where} tests the condition {named} on free sizes, which cannot be tested in calls"
@@ -104,7 +104,7 @@ def is_model_code(file: str) -> bool:
     return not file.startswith(TORCH) or (file.startswith(LAYER_FOLDER) and file != CALLS_OF_MODULES)
 
 
-def _comparisons(expression: Any, sizes: Sizes) -> Iterator[tuple[Any, str, Any]]:
+def comparisons_of(expression: Any, sizes: Sizes) -> Iterator[tuple[Any, str, Any]]:
     """Yield dimensions and their relations that a condition consists of.
 
     Raises:
@@ -112,7 +112,7 @@ def _comparisons(expression: Any, sizes: Sizes) -> Iterator[tuple[Any, str, Any]
     """
     if type(expression).__name__ == "And":
         for part in expression.args:
-            yield from _comparisons(part, sizes)
+            yield from comparisons_of(part, sizes)
     elif (relation := getattr(expression, "rel_op", None)) is None:
         if type(expression).__name__ != "BooleanTrue":
             raise CaptureError("model", None, f"{expression} is not a comparison")
@@ -120,11 +120,11 @@ def _comparisons(expression: Any, sizes: Sizes) -> Iterator[tuple[Any, str, Any]
         left, right = expression.args
         if relation in SPLIT_BY.get(type(left).__name__, ()):
             for part in left.args:
-                yield from _comparisons(type(expression)(part, right), sizes)
+                yield from comparisons_of(type(expression)(part, right), sizes)
             return
         if REVERSED[relation] in SPLIT_BY.get(type(right).__name__, ()):
             for part in right.args:
-                yield from _comparisons(type(expression)(left, part), sizes)
+                yield from comparisons_of(type(expression)(left, part), sizes)
             return
         left, right = _without_quotients(left, right)
         yield dim_of_expression(left, sizes), relation, dim_of_expression(right, sizes)
