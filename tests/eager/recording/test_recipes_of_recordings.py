@@ -40,7 +40,7 @@ def test_a_selector_may_match_operators_of_one_recording(selector: str, first: f
     assert not [line for line in warnings_of(caplog) if "selector" in line]
 
 
-@pytest.mark.parametrize("selector", ["secnd", "type:Conv2d", "re:third"])
+@pytest.mark.parametrize("selector", ["seconds", "type:Conv2d", "re:third"])
 def test_a_selector_that_matches_no_module_is_an_error_of_prepare(selector: str) -> None:
     with pytest.raises(SelectorError, match=f"'{selector}': matches no operator"):
         eager.prepare(EarlyExit().eval(), batch(SHORT), recipe={selector: {"weights_dtype": "s4"}})
