@@ -1,5 +1,6 @@
 """Fixtures and options all tests share: golden texts, fixed seeds, a private cache, Hypothesis profiles."""
 
+import contextlib
 import ctypes
 import difflib
 import gc
@@ -7,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -130,15 +132,21 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+USED_LATELY = 3600
+"""Seconds since a kernel was used that this run of the tests may use again. Old caches hold thousands of others."""
+
+
 @pytest.fixture
 def fresh_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is intaglio's cache during the test and holds no program, but kernels that were compiled before."""
+    """A folder that is intaglio's cache during the test and holds no program, but kernels that were used lately."""
     from intaglio import config
 
     compiled, folder = config.cache_dir() / "kernels", tmp_path / "cache"
     (folder / "kernels").mkdir(parents=True)
     for unit in compiled.glob("*.o"):
-        shutil.copy2(unit, folder / "kernels")  # links are not trusted
+        with contextlib.suppress(FileNotFoundError):  # other tests may evict it
+            if time.time() - unit.stat().st_mtime < USED_LATELY:
+                shutil.copy2(unit, folder / "kernels")  # links are not trusted
     monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(folder))
     return folder
 
